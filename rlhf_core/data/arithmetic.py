@@ -14,13 +14,14 @@ Wrong solutions have the form of right ones (same number of steps, answer repeat
 - `skipped_term`: a term is left out, and another term of the problem stands in its place;
 - `carried_on`: an earlier step is off by one or by a carry, and the steps after it go on from the wrong value.
 
-Kinds are drawn evenly from those that the problem admits. Rejected solutions are chosen so that the running total of
-their length differences stays within a few characters of 0: neither length nor character counts tell right from wrong.
+Kinds are drawn evenly from those that the problem admits, but so that each character's count over all wrong solutions
+of a row set stays within a few of its count over the right ones: neither length nor character counts tell them apart.
 """
 
 import hashlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,7 @@ Terms = tuple[int, ...]
 Row = dict[str, Any]
 
 _MAX_PROBLEMS = 2_000_000  # all problems are listed in memory
-_LENGTH_SLACK = 4  # characters; one wrong step changes a solution's length by at most 4
+_COUNT_SLACK = 8  # characters; a wrong solution changes a character's count by at most 6 or so
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def sft_rows(spec: ArithmeticSpec) -> list[Row]:
 def pair_rows(spec: ArithmeticSpec) -> list[Row]:
     """Rows {"prompt": str, "chosen": str, "rejected": str}: right and wrong solution of one problem."""
     rng = _rng(spec, "pairs")
-    balance = _LengthBalance()
+    balance = _Balance()
     rows = []
     for terms in _passes(spec, rng):
         rejected = "".join(balance.draw(terms, spec.max_number, rng).steps)
@@ -104,7 +105,7 @@ def step_rows(spec: ArithmeticSpec) -> list[Row]:
     from a wrong value is False too, since no correct solution continues from there.
     """
     rng = _rng(spec, "steps")
-    balance = _LengthBalance()
+    balance = _Balance()
     rows = []
     for i, terms in enumerate(_passes(spec, rng)):
         if i % 2 == 0:
@@ -192,25 +193,31 @@ def _fits(terms: Terms, step: int, slip: int, max_number: int) -> bool:
     return 0 <= sum(terms[: step + 2]) + slip <= max_number * (step + 2)
 
 
-class _LengthBalance:
-    """Draws wrong solutions evenly by kind, keeping the total of len(wrong) - len(right) near 0."""
+class _Balance:
+    """Draws wrong solutions evenly by kind, keeping every character's total count over wrong minus right near 0."""
 
     def __init__(self) -> None:
-        self._total = 0
+        self._totals: Counter[str] = Counter()
 
     def draw(self, terms: Terms, max_number: int, rng: random.Random) -> Wrong:
-        right = len(solution(terms))
+        right = Counter(solution(terms))
         by_kind: dict[str, list[Wrong]] = {}
         for wrong in wrong_solutions(terms, max_number):
             by_kind.setdefault(wrong.kind, []).append(wrong)
         kinds = list(by_kind)
         rng.shuffle(kinds)
         candidates = [rng.choice(by_kind[kind]) for kind in kinds]
-        totals = [self._total + len("".join(wrong.steps)) - right for wrong in candidates]
-        allowed = [i for i, total in enumerate(totals) if abs(total) <= _LENGTH_SLACK]
-        picked = allowed[0] if allowed else min(range(len(totals)), key=lambda i: abs(totals[i]))
-        self._total = totals[picked]
+        after = [self._totals_after(right, Counter("".join(wrong.steps))) for wrong in candidates]
+        worst = [max(abs(total) for total in totals.values()) for totals in after]
+        picked = next((i for i, total in enumerate(worst) if total <= _COUNT_SLACK), worst.index(min(worst)))
+        self._totals = after[picked]
         return candidates[picked]
+
+    def _totals_after(self, right: Counter[str], wrong: Counter[str]) -> Counter[str]:
+        totals = self._totals.copy()
+        totals.update(wrong)
+        totals.subtract(right)
+        return totals
 
 
 def _is_heldout(terms: Terms, spec: ArithmeticSpec) -> bool:
