@@ -1,0 +1,133 @@
+"""Training checkpoints in the store: training/<stage>/<key>/step-000040/..., whole once COMPLETE is there.
+
+Every rank uploads its own files, a barrier follows, then rank 0 writes COMPLETE, which lists them all.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.store.backends import StoreError
+from rlhf_core.store.leases import Lease
+from rlhf_core.store.store import Store
+
+_COMPLETE = "COMPLETE"
+_STEP_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`path` is store-relative; `files`: path relative to it, to SHA-256; `extra`: what `complete` was given."""
+
+    step: int
+    path: str
+    files: dict[str, str]
+    extra: dict[str, Any]
+
+
+def _training_path(stage: str, key: str) -> str:
+    return f"training/{stage}/{key}"
+
+
+def _step_path(stage: str, key: str, step: int) -> str:
+    return f"{_training_path(stage, key)}/step-{step:06d}"
+
+
+def upload_shards(
+    store: Store, stage: str, key: str, step: int, local_dir: str | Path, lease: Lease | None = None
+) -> dict[str, str]:
+    """Uploads one rank's files. Returns path relative to the step's directory, to SHA-256, for `complete`.
+
+    Names must differ between ranks. A COMPLETE of the same step, which another lease's holder may have left, goes
+    first: from here on the directory is a mixture. Raises LeaseLost, before touching anything, when `lease` is given
+    and no longer in force.
+    """
+    if lease is not None:
+        lease.check()
+    path = _step_path(stage, key, step)
+    store.delete_file(f"{path}/{_COMPLETE}")
+    return store.upload_dir(local_dir, path)
+
+
+def complete(
+    store: Store,
+    stage: str,
+    key: str,
+    step: int,
+    files: dict[str, str],
+    extra: dict[str, Any],
+    lease: Lease | None,
+) -> None:
+    """Marks the step whole. Rank 0 calls it, after every rank's `upload_shards` returned, with all their files in one
+    dict.
+
+    `extra`: JSON to be found again in `Checkpoint.extra`. Raises LeaseLost when `lease` is no longer in force.
+    """
+    if not files:
+        raise StoreError(
+            f"checkpoint {_step_path(stage, key, step)} without files; upload the shards of every rank first"
+        )
+    data = json.dumps(
+        {"step": step, "files": files, "extra": extra}, indent=2, sort_keys=True, allow_nan=False
+    ).encode()
+    if lease is not None:
+        lease.check()
+    store.write_bytes(f"{_step_path(stage, key, step)}/{_COMPLETE}", data)
+
+
+def _steps(store: Store, stage: str, key: str) -> list[int]:
+    """Steps that have a directory, whole or not, newest first."""
+    matches = (_STEP_NAME.fullmatch(name) for name in store.list_names(_training_path(stage, key)))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def _read_complete(store: Store, stage: str, key: str, step: int) -> Checkpoint | None:
+    path = _step_path(stage, key, step)
+    try:
+        content = json.loads(store.read_bytes(f"{path}/{_COMPLETE}"))
+        checkpoint = Checkpoint(int(content["step"]), path, dict(content["files"]), dict(content["extra"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return checkpoint if checkpoint.step == step else None
+
+
+def newest_complete(store: Store, stage: str, key: str) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, or None, and the names of the newer directories that are not whole, newest first."""
+    skipped: list[str] = []
+    for step in _steps(store, stage, key):
+        checkpoint = _read_complete(store, stage, key, step)
+        if checkpoint is not None:
+            return checkpoint, skipped
+        skipped.append(f"step-{step:06d}")
+    return None, skipped
+
+
+def download(store: Store, checkpoint: Checkpoint, dest: str | Path) -> Path:
+    """Makes `dest` the checkpoint's directory, every SHA-256 verified; see `Store.download_verified`."""
+    return store.download_verified(checkpoint.path, checkpoint.files, dest)
+
+
+def rotate(store: Store, stage: str, key: str, keep: int) -> list[str]:
+    """Deletes all but the newest `keep` whole checkpoints, and what is not whole and older than the newest whole one.
+
+    Without a whole checkpoint nothing is deleted. The marker goes first, so that a kill half-way leaves none that
+    only looks whole. Returns the names of the deleted directories.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep} checkpoints; at least 1 is kept")
+    kept = 0
+    deleted: list[str] = []
+    for step in _steps(store, stage, key):
+        whole = _read_complete(store, stage, key, step) is not None
+        if kept == 0 and not whole:
+            continue
+        if whole and kept < keep:
+            kept += 1
+            continue
+        path = _step_path(stage, key, step)
+        store.delete_file(f"{path}/{_COMPLETE}")
+        store.delete_dir(path)
+        deleted.append(f"step-{step:06d}")
+    return deleted
