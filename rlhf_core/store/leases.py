@@ -44,12 +44,13 @@ class LeaseState:
 class LeaseHeld(Exception):
     """Another owner holds the lease. `owner` as it named itself, `age`: seconds since its last heartbeat."""
 
-    def __init__(self, where: str, state: LeaseState, now: float):
-        self.owner = state.owner
-        self.age = now - state.heartbeat
-        super().__init__(
-            f"{where} is held by {self.owner} (heartbeat {self.age:.0f} s ago, expires after {state.ttl_s:g} s)"
-        )
+    def __init__(self, message: str, owner: dict[str, Any], age: float):
+        super().__init__(message)
+        self.owner = owner
+        self.age = age
+
+    def __reduce__(self) -> tuple[type["LeaseHeld"], tuple[str, dict[str, Any], float]]:
+        return LeaseHeld, (str(self), self.owner, self.age)
 
 
 class LeaseLost(Exception):
@@ -151,6 +152,16 @@ class Lease:
         self.store.write_bytes(_path(self.stage, self.key, self.n), data)
 
 
+def _held(stage: str, key: str, state: LeaseState, now: float) -> LeaseHeld:
+    age = now - state.heartbeat
+    return LeaseHeld(
+        f"training of {stage}/{key[:12]} is held by {state.owner} "
+        f"(heartbeat {age:.0f} s ago, expires after {state.ttl_s:g} s); wait for that run or cancel it",
+        state.owner,
+        age,
+    )
+
+
 def acquire(
     store: Store, stage: str, key: str, owner: dict[str, Any], ttl_s: float, *, clock: Clock = time.time
 ) -> Lease:
@@ -158,18 +169,17 @@ def acquire(
 
     `owner`: who asks, as JSON (flow run id, host, pid); shown to those who find the lease held.
     """
-    where = f"training of {stage}/{key[:12]}"
     n = _highest(store, stage, key)
     if n:
         state = _read(store, stage, key, n, clock())
         if state.alive:
-            raise LeaseHeld(where, state, clock())
+            raise _held(stage, key, state, clock())
     token = uuid.uuid4().hex
     store.create(_path(stage, key, n + 1), _encode(owner, clock(), ttl_s, False, token))
     # Whatever `create` answered, the file decides: see Store.create.
     state = _read(store, stage, key, n + 1, clock())
     if state.token != token:
-        raise LeaseHeld(where, state, clock())
+        raise _held(stage, key, state, clock())
     return Lease(store, stage, key, state, clock)
 
 
