@@ -1,0 +1,93 @@
+"""The few calls of Prefect's REST API that `rlhf` makes itself: `import prefect` takes seconds."""
+
+import time
+from typing import Any
+
+import httpx
+
+LIVE_STATES = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
+
+
+class Api:
+    """A Prefect server at `url` (`http://host:port/api`). Connection faults and refusals raise httpx.HTTPError."""
+
+    def __init__(self, url: str):
+        self.url = url
+        # trust_env off: a proxy meant for the internet must not see requests to this machine.
+        self._http = httpx.Client(base_url=url, timeout=30.0, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> "Api":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def healthy(self) -> bool:
+        try:
+            return self._http.get("/health", timeout=5.0).is_success
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str) -> Any:
+        return self._json(self._http.get(path))
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._json(self._http.post(path, json=body or {}))
+
+    def flow_run(self, flow_run_id: str) -> dict[str, Any]:
+        return self.get(f"/flow_runs/{flow_run_id}")
+
+    def flow_runs(self, **filters: Any) -> list[dict[str, Any]]:
+        """All flow runs that pass `filters` (Prefect's FlowRunFilter), newest first."""
+        found: list[dict[str, Any]] = []
+        while True:
+            body = {"flow_runs": filters, "sort": "START_TIME_DESC", "limit": 200, "offset": len(found)}
+            page = self.post("/flow_runs/filter", body)
+            found.extend(page)
+            if len(page) < 200:
+                return found
+
+    def set_state(self, flow_run_id: str, kind: str, name: str, message: str) -> None:
+        state = {"type": kind, "name": name, "message": message}
+        self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state})
+
+    def artifacts(self, flow_run_id: str, **filters: Any) -> list[dict[str, Any]]:
+        body = {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}, **filters}, "sort": "UPDATED_DESC"}
+        return self.post("/artifacts/filter", body)
+
+    @staticmethod
+    def _json(response: httpx.Response) -> Any:
+        if response.is_error:
+            detail = " ".join(response.text.split())[:500]
+            raise httpx.HTTPStatusError(
+                f"{response.request.method} {response.request.url.path}: {response.status_code} {detail}",
+                request=response.request,
+                response=response,
+            )
+        return response.json() if response.content else None
+
+
+def live_runs(api: Api) -> list[dict[str, Any]]:
+    """Runs that a process works on, or that a worker will take now: later runs of a schedule are left out."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    running = api.flow_runs(state={"type": {"any_": list(LIVE_STATES)}})
+    due = api.flow_runs(state={"type": {"any_": ["SCHEDULED"]}}, expected_start_time={"before_": now})
+    return running + due
+
+
+def cancel_runs(api: Api, timeout_s: float) -> list[dict[str, Any]]:
+    """Cancel all live runs and wait until none is left, at most `timeout_s` seconds; returns those that are left."""
+    deadline = time.monotonic() + timeout_s
+    asked: set[str] = set()
+    while True:
+        runs = live_runs(api)
+        for run in runs:
+            if run["id"] not in asked and run["state_type"] != "CANCELLING":
+                api.set_state(run["id"], "CANCELLING", "Cancelling", "rlhf down")
+                asked.add(run["id"])
+        if not runs or time.monotonic() >= deadline:
+            return runs
+        time.sleep(0.5)

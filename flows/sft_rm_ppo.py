@@ -1,0 +1,101 @@
+"""The pipeline: data sets, then SFT, the reward model, PPO and the evaluation, each made once and reused for ever."""
+
+from typing import Any
+
+from prefect import State, flow, get_run_logger
+from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run as this_run
+from prefect.states import Completed, Failed
+from pydantic import BaseModel
+
+from flows.dispatch import Pipeline, Reference, artifact
+from rlhf_core.config.base import SettingsError, parse_settings
+from rlhf_core.config.data import DataSettings
+from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
+from rlhf_core.config.rl import EvaluateSettings, PpoSettings
+from rlhf_core.config.training import RmSettings, SftSettings
+from rlhf_core.store.backends import StoreError
+from stages.plan import plan_pipeline
+
+
+# Parameters are checked here and not by Prefect, whose messages do not say that `set` changes a single setting.
+@flow(name="sft-rm-ppo", validate_parameters=False)
+def sft_rm_ppo(
+    data: DataSettings,
+    sft: SftSettings,
+    rm: RmSettings,
+    ppo: PpoSettings,
+    evaluate: EvaluateSettings,
+    run: RunSettings = RunSettings(),  # noqa: B008  (frozen; its fields make the form in the UI)
+    set: list[str] = [],  # noqa: B006  (never changed)
+) -> State:
+    """SFT, a reward model, PPO and an evaluation; what the store has already is reused.
+
+    Prefect replaces a parameter as a whole. To change single settings give `set`, a list of dotted overrides such as
+    ["ppo.optimizer.lr=1e-6"], which is merged last.
+    """
+    given = {"data": data, "sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate, "run": run}
+    try:
+        settings = resolve(given, set)
+        plan = plan_pipeline(settings)
+        pipeline = Pipeline(str(this_run.id), settings.run, plan)
+        pipeline.store.check_writable()
+        _log_plan(pipeline)
+    except (SettingsError, StoreError) as error:
+        return Failed(message=str(error))
+    futures: dict[str, PrefectFuture[Reference]] = {}
+    try:
+        for planned in plan:
+            upstream = [futures[source] for source in dict.fromkeys(planned.inputs.values())]
+            futures[planned.node] = artifact.submit(planned.node, pipeline, wait_for=upstream)
+        for future in futures.values():
+            future.wait()
+    except BaseException:
+        pipeline.interrupted.set()
+        raise
+    failed = [future.state for future in futures.values() if future.state.is_failed() and not _not_ready(future.state)]
+    if failed:
+        return Failed(message=_cause(failed[0]))
+    references = [future.result() for future in futures.values()]
+    made = sum(not reference.reused for reference in references)
+    return Completed(message=f"{made} artifacts made, {len(references) - made} reused")
+
+
+def resolve(given: dict[str, Any], overrides: list[str]) -> PipelineSettings:
+    """The settings from the flow's parameters, with `overrides` merged last.
+
+    Raises SettingsError, one line; for a missing setting it shows the override that would give it.
+    """
+    values = {
+        name: value.model_dump(mode="json") if isinstance(value, BaseModel) else value for name, value in given.items()
+    }
+    try:
+        return parse_settings(PipelineSettings, apply_overrides(values, overrides))
+    except SettingsError as error:
+        if ": missing" not in str(error):
+            raise
+        raise SettingsError(
+            f"{error}; a parameter replaces its whole stage, to change single settings use"
+            " set, e.g. -p 'set=[\"ppo.optimizer.lr=1e-6\"]'"
+        ) from None
+
+
+def _log_plan(pipeline: Pipeline) -> None:
+    logger = get_run_logger()
+    for node, planned in pipeline.plan.items():
+        there = pipeline.manifest(node) is not None
+        logger.info("%-14s %s  %s", node, planned.key.key[:12], "reused" if there else "to be made")
+
+
+def _not_ready(state: State) -> bool:
+    """A task that never ran, since what it waits for failed."""
+    return state.name == "NotReady"
+
+
+def _cause(state: State) -> str:
+    # Prefect's message is "Task run encountered an exception StageFailed: ..."; the user wants what follows.
+    message = " ".join((state.message or state.name or "failed").split())
+    for name in ("StageFailed: ", "PipelineInterrupted: "):
+        if name in message:
+            return message.partition(name)[2]
+    return message
