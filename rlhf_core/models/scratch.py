@@ -20,6 +20,7 @@ ASSISTANT = "<|assistant|>"
 
 CHARACTERS = "0123456789+=,#"
 VOCABULARY_SIZE = 32
+_SPECIAL = (PAD, BOS, END_OF_TURN, UNKNOWN, USER, ASSISTANT)  # the first ids, in this order
 
 # <|user|>3+4=<|end|><|assistant|>3+4=7#7<|end|>, after one BOS. What `generation` encloses is what SFT trains on: the
 # answer and the token that ends it.
@@ -81,7 +82,6 @@ def write_scratch_model(
     if dtype not in dtypes:
         raise ValueError(f"dtype is {dtype!r}; give one of {', '.join(dtypes)}")
 
-    tokenizer = build_tokenizer(max_position)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=hidden_size,
@@ -91,30 +91,29 @@ def write_scratch_model(
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_position,
         tie_word_embeddings=tie_embeddings,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=_SPECIAL.index(BOS),
+        eos_token_id=_SPECIAL.index(END_OF_TURN),
+        pad_token_id=_SPECIAL.index(PAD),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=_SPECIAL.index(BOS),
+        eos_token_id=_SPECIAL.index(END_OF_TURN),
+        pad_token_id=_SPECIAL.index(PAD),
         do_sample=True,
     )
     model.to(dtypes[dtype])  # pyright: ignore[reportArgumentType]
     model.save_pretrained(dest)
-    tokenizer.save_pretrained(dest)
+    build_tokenizer(max_position).save_pretrained(dest)
     return dest
 
 
 def build_tokenizer(max_position: int) -> PreTrainedTokenizerFast:
     """The character tokenizer with its chat template. A character outside the vocabulary becomes `<unk>`."""
-    special = [PAD, BOS, END_OF_TURN, UNKNOWN, USER, ASSISTANT]
-    reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(special) - len(CHARACTERS))]
-    words = [*special, *CHARACTERS, *reserved]
+    reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(_SPECIAL) - len(CHARACTERS))]
+    words = [*_SPECIAL, *CHARACTERS, *reserved]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
