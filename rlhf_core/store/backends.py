@@ -172,12 +172,14 @@ class S3Files:
             yield
         except BotoCoreError as error:
             raise StoreError(
-                f"store 's3://{self.root}' cannot be reached: {_one_line(error)}; see AWS_* variables"
+                f"store 's3://{self.root}' cannot be reached: {_one_line(error)}; "
+                "check AWS_ENDPOINT_URL and the credentials in the AWS_* variables"
             ) from error
         except FileNotFoundError as error:
             if _error_code(error) == "NoSuchBucket":
                 raise StoreError(
-                    f"store 's3://{self.root}': bucket {self.bucket!r} does not exist; create it"
+                    f"store 's3://{self.root}' cannot be used: bucket {self.bucket!r} does not exist; "
+                    "create it or give another"
                 ) from error
             raise
 

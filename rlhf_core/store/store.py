@@ -58,11 +58,11 @@ class Store:
         """Writes a probe, conditionally, and removes it. Raises StoreError, one line, and leaves nothing behind."""
         try:
             self._backend.probe()
-        except (OSError, StoreError) as error:
-            why = " ".join(str(error).split()) or type(error).__name__
+        except OSError as error:
+            why = " ".join((error.strerror or str(error)).split())
             raise StoreError(
-                f"store {self.url!r} cannot be written: {why}; give a directory that this user can write, "
-                "or s3://bucket/prefix of a bucket that exists and that the AWS_* variables give access to"
+                f"store {self.url!r} cannot be written: {why}; give a directory or an s3://bucket/prefix "
+                "that this user can write and delete in"
             ) from error
 
     def read_bytes(self, path: str) -> bytes:
