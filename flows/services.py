@@ -152,6 +152,8 @@ def prefect_environment(place: Place, port: int, inherited: Mapping[str, str]) -
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+        # With SQLite, docket logs a "database is locked" of 120 lines twice a second for a task that it then repeats.
+        "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_CLI_COLORS": "false",
         "PREFECT_LOGGING_COLORS": "false",

@@ -244,6 +244,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if on_cpu:
         ours |= {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30)}

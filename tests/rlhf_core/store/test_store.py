@@ -55,10 +55,10 @@ def test_listing_is_sorted_shallow_and_never_stale(store: Store) -> None:
     assert store.list_names("x") == ["a", "b"]
     assert store.list_names("") == ["x"]
     assert store.list_files("x") == ["a/deep", "b"]
-    # s3fs shares an instance, and so a cache, within one thread only: another thread is as foreign as another machine.
-    with ThreadPoolExecutor(1) as elsewhere:
-        elsewhere.submit(lambda: Store(store.url).delete_file("x/b")).result()
-        elsewhere.submit(lambda: Store(store.url).write_bytes("x/a/new", b"")).result()
+    # Another process, since all threads of this one share s3fs's instance and whatever it caches.
+    program = "import sys; from rlhf_core.store.store import Store; s = Store(sys.argv[1]);"
+    program += "s.delete_file('x/b'); s.write_bytes('x/a/new', b'')"
+    subprocess.run([sys.executable, "-c", program, store.url], check=True)
     assert (store.exists("x/b"), store.exists("x/a/new")) == (False, True)
     assert store.list_names("x") == ["a"]
     assert store.list_files("x") == ["a/deep", "a/new"]

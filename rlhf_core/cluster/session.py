@@ -1,0 +1,55 @@
+"""A Ray session for one stage: an existing cluster by address, or a local one that ends with the stage."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_core.config.pipeline import ClusterSettings
+
+# Ray would otherwise start its uv hook, report usage, and rewrite the accelerator variables of actors without one.
+RAY_ENVIRONMENT = {
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+class ClusterError(Exception):
+    """The cluster cannot give what the settings ask for, or a worker died or hung. One line."""
+
+
+@contextmanager
+def ray_session(settings: ClusterSettings, *, actors: int) -> Iterator[None]:
+    """Ray, initialised. A cluster that was there before is left running.
+
+    `actors`: how many actors the stage will have; a local cluster is given at least as many logical CPUs, since on a
+    small machine their number says nothing about how many processes may wait for one another.
+    """
+    os.environ.update(RAY_ENVIRONMENT)
+    import ray
+
+    if settings.address is not None:
+        ray.init(address=settings.address, log_to_driver=True, logging_level="WARNING")
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp") as temp:  # short: socket paths have a limit
+        ray.init(
+            address="local",
+            num_cpus=max(actors, os.cpu_count() or 1),
+            include_dashboard=False,
+            _temp_dir=temp,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=True,
+            logging_level="WARNING",
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()

@@ -1,0 +1,112 @@
+"""Settings of PPO and of the evaluation, and the equations between their batch sizes."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Neutral, Settings
+from rlhf_core.config.sampler import SamplerSettings
+from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings, check_batch
+
+
+class RolloutSettings(Settings):
+    """What is sampled in each step. A rollout holds prompts x samples_per_prompt trajectories."""
+
+    prompts: int = Field(gt=0, description="Prompts in a rollout.")
+    samples_per_prompt: int = Field(1, gt=0, description="Responses drawn for each prompt.")
+    max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
+    max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
+    temperature: float = Field(1.0, ge=0.01, description="Sampling temperature; log-probs of the trainer use it too.")
+
+    @property
+    def trajectories(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+
+class RewardSettings(Settings):
+    """Weighted sum of rewards, given at the last token. A source of weight 0 is measured and not trained on."""
+
+    rm: float = Field(1.0, description="Weight of the reward model's score, normalised by its held-out mean and std.")
+    exact: float = Field(0.0, description="Weight of the exact verifier: 1 if the answer equals the label, else 0.")
+
+    @model_validator(mode="after")
+    def _some_reward(self) -> "RewardSettings":
+        if self.rm == 0 and self.exact == 0:
+            raise ValueError("every weight is 0, so nothing would be rewarded; give rm or exact a weight")
+        return self
+
+
+class AlgorithmSettings(Settings):
+    """PPO (Schulman et al. 2017) with a critic and a KL penalty in the reward (Ouyang et al. 2022)."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of GAE.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
+    value_clip: float = Field(0.2, gt=0, description="Values move at most this far from those of the rollout.")
+    kl_coef: float = Field(
+        0.05, ge=0, description="Weight of the k1 KL estimate against the SFT policy, in the reward."
+    )
+    whiten_advantages: bool = Field(True, description="Advantages of a rollout get mean 0 and standard deviation 1.")
+
+
+class CriticSettings(Settings):
+    optimizer: OptimizerSettings = Field(description="The critic's learning rate and schedule.")
+    init: Literal["rm", "sft"] = Field("rm", description="Which model's weights the critic starts from.")
+    warmup_steps: int = Field(0, ge=0, description="Rollouts that train the critic alone.")
+
+
+class PpoSettings(Settings):
+    optimizer: OptimizerSettings = Field(description="The policy's learning rate and schedule.")
+    critic: CriticSettings = Field(description="The critic.")
+    rollout: RolloutSettings = Field(description="What is sampled.")
+    reward: RewardSettings = Field(default_factory=RewardSettings, description="What is rewarded.")
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings, description="Loss and advantages.")
+    steps: int = Field(gt=0, description="Rollouts; each is followed by `epochs` passes over it.")
+    batch_size: int = Field(gt=0, description="Trajectories an optimizer step sees, over all ranks.")
+    epochs: int = Field(1, gt=0, description="Passes over a rollout.")
+    seed: int = Field(0, ge=0, description="Order of prompts, sampling, order of trajectories.")
+    dtype: Dtype = Field("bfloat16", description="Trained weights' dtype; bfloat16 trains with fp32 master weights.")
+    eval_steps: int | None = Field(None, gt=0, description="Steps between greedy evaluations; first and last always.")
+    sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings, description="Ranks, ZeRO, saving.")
+    generate_timeout_s: Annotated[float, Neutral] = Field(1800.0, gt=0, description="Longest wait for a rollout.")
+
+    @model_validator(mode="after")
+    def _equations(self) -> "PpoSettings":
+        trajectories = self.rollout.trajectories
+        if trajectories % self.batch_size:
+            raise ValueError(
+                f"a rollout has prompts {self.rollout.prompts} x samples_per_prompt {self.rollout.samples_per_prompt} "
+                f"= {trajectories} trajectories, which is not a multiple of batch_size {self.batch_size}"
+            )
+        check_batch(self.batch_size, self.trainer.ranks)
+        check_length(self.rollout.max_prompt_len, self.rollout.max_new_tokens, self.sampler.max_model_len)
+        return self
+
+    @property
+    def max_len(self) -> int:
+        return self.rollout.max_prompt_len + self.rollout.max_new_tokens
+
+
+class EvaluateSettings(Settings):
+    """Greedy exact match on the held-out prompts, for the SFT model and for the PPO model."""
+
+    max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
+    max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
+    samples_shown: int = Field(10, ge=0, description="Generations shown in the report.")
+    sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
+    generate_timeout_s: Annotated[float, Neutral] = Field(1800.0, gt=0, description="Longest wait for the samples.")
+
+    @model_validator(mode="after")
+    def _equations(self) -> "EvaluateSettings":
+        check_length(self.max_prompt_len, self.max_new_tokens, self.sampler.max_model_len)
+        return self
+
+
+def check_length(prompt: int, response: int, model: int) -> None:
+    if prompt + response > model:
+        raise ValueError(
+            f"max_prompt_len {prompt} + max_new_tokens {response} = {prompt + response} tokens do not fit "
+            f"sampler.max_model_len {model}; raise it or shorten one of them"
+        )

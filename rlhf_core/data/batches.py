@@ -1,0 +1,101 @@
+"""From rows to padded batches: rendering through the chat template, the response span, padding, the data's order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TokenError(Exception):
+    """Rows that cannot be tokenised as a stage needs them. One line with the row's number."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Token ids, and where the response begins. The response runs to the end and holds its end token."""
+
+    ids: tuple[int, ...]
+    response_start: int
+
+
+def render_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of the prompt as one user turn, up to where the assistant begins."""
+    if not tokenizer.chat_template:
+        raise TokenError("the tokenizer has no chat template; give a model whose tokenizer has one")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
+def render_exchange(tokenizer: Any, prompt: str, response: str) -> Exchange:
+    """Prompt and response as the chat template writes them, with the end-of-turn token the last of the response.
+
+    Raises TokenError if the rendered prompt is no prefix of the whole: the span would be a guess.
+    """
+    head = render_prompt(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    if whole[: len(head)] != head:
+        raise TokenError("the chat template renders the prompt otherwise once a response follows")
+    end = len(whole)
+    while end > len(head) and whole[end - 1] != tokenizer.eos_token_id:
+        end -= 1
+    if end <= len(head) + 1 and response:
+        raise TokenError(f"the chat template does not end a response with the tokenizer's eos {tokenizer.eos_token!r}")
+    return Exchange(tuple(whole[:end]), len(head))
+
+
+class SampleOrder:
+    """An endless order of row numbers: one permutation an epoch, a function of (seed, epoch) alone.
+
+    So what comes after a position does not depend on ranks, batch cuts or restarts.
+    """
+
+    def __init__(self, rows: int, seed: int):
+        if rows < 1:
+            raise ValueError(f"rows is {rows}; an order needs at least 1 row")
+        self.rows, self.seed = rows, seed
+
+    def ids(self, position: int, count: int) -> list[int]:
+        """Row numbers at positions `position` to `position + count - 1`."""
+        return [int(self._epoch(at // self.rows)[at % self.rows]) for at in range(position, position + count)]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+
+
+def rank_slice(ids: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """This rank's part of a step's samples: contiguous, equal parts. Raises ValueError if they are not equal."""
+    if len(ids) % ranks:
+        raise ValueError(f"{len(ids)} samples cannot be dealt evenly to {ranks} ranks")
+    share = len(ids) // ranks
+    return list(ids[rank * share : (rank + 1) * share])
+
+
+def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def pad_right(rows: Sequence[Sequence[int]], value: int = 0, *, dtype: torch.dtype = torch.long) -> Tensor:
+    """Rows of different lengths as one tensor (rows, longest), filled with `value` on the right."""
+    out = torch.full((len(rows), max(map(len, rows))), value, dtype=dtype)
+    for number, row in enumerate(rows):
+        out[number, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return out
+
+
+def model_inputs(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """input_ids and attention_mask, (B, T) long, padded on the right."""
+    return {
+        "input_ids": pad_right(rows, pad_token_id),
+        "attention_mask": pad_right([[1] * len(row) for row in rows]),
+    }
+
+
+def response_mask(sequences: Sequence[Exchange]) -> Tensor:
+    """(B, T) bool: True on the response's tokens, its end token included."""
+    rows = [[0] * s.response_start + [1] * (len(s.ids) - s.response_start) for s in sequences]
+    return pad_right(rows).bool()

@@ -1,0 +1,126 @@
+"""Reads data files into rows with the project's own column names; refuses what a stage could not use."""
+
+import csv
+import io
+import json
+import posixpath
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from rlhf_core.config.data import DATASET_COLUMNS, ArithmeticSource, DataSource
+from rlhf_core.data import arithmetic
+
+Row = dict[str, Any]
+
+
+class DataError(Exception):
+    """Data that cannot be used. One line: file, what is wrong, what to do."""
+
+
+def load_rows(kind: str, source: DataSource) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of a data set, generated or read, with the columns of DATASET_COLUMNS[kind]."""
+    if source.arithmetic is not None:
+        return _generated(kind, source.arithmetic)
+    assert source.path is not None  # the settings model admits no other case
+    rows = read_columns(source.path, kind, source.columns)[: source.max_rows]
+    eval_rows = read_columns(source.eval_path, kind, source.columns) if source.eval_path else []
+    return rows, eval_rows
+
+
+def _generated(kind: str, source: ArithmeticSource) -> tuple[list[Row], list[Row]]:
+    make = {
+        "sft": arithmetic.sft_rows,
+        "pairs": arithmetic.pair_rows,
+        "steps": arithmetic.step_rows,
+        "prompts": arithmetic.prompt_rows,
+        "eval": arithmetic.prompt_rows,
+    }[kind]
+
+    def rows(count: int, split: arithmetic.Split) -> list[Row]:
+        spec = arithmetic.ArithmeticSpec(
+            seed=source.seed, rows=count, max_number=source.max_number, terms=source.terms, split=split
+        )
+        return make(spec)
+
+    try:
+        main = rows(source.rows, "heldout" if kind == "eval" else "train")
+        return main, rows(source.eval_rows, "heldout") if source.eval_rows else []
+    except ValueError as error:
+        raise DataError(f"data set {kind}: {error}") from None
+
+
+def read_columns(url: str, kind: str, columns: dict[str, str]) -> list[Row]:
+    """The rows of a file, renamed to our columns. Extra columns are left out; a missing or empty value is refused."""
+    rows = read_file(url)
+    if not rows:
+        raise DataError(f"data set {kind}: {url} has no rows; give a file with at least one")
+    wanted = {name: columns.get(name, name) for name in DATASET_COLUMNS[kind]}
+    present = {name for row in rows for name in row}
+    missing = sorted(set(wanted.values()) - present)
+    if missing:
+        raise DataError(
+            f"data set {kind}: {url} has no column {', '.join(missing)}; it has {', '.join(sorted(present))}; "
+            f"map them with data.{kind}.columns, e.g. {{{DATASET_COLUMNS[kind][0]}: {sorted(present)[0]}}}"
+        )
+    picked = []
+    for number, row in enumerate(rows, start=1):
+        empty = [theirs for theirs in wanted.values() if row.get(theirs) in (None, "", [])]
+        if empty:
+            raise DataError(f"data set {kind}: row {number} of {url} has nothing in column {', '.join(empty)}; fill it")
+        picked.append({ours: row[theirs] for ours, theirs in wanted.items()})
+    return picked
+
+
+def read_file(url: str) -> list[Row]:
+    """All rows of a JSON (a list of objects), JSONL, CSV or Parquet file at a path or fsspec URL."""
+    suffix = posixpath.splitext(url)[1].lower()
+    readers = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
+    if suffix not in readers:
+        raise DataError(f"data file {url} has the suffix {suffix or 'none'!r}; allowed: {', '.join(sorted(readers))}")
+    try:
+        with fsspec.open(url, "rb") as file:
+            content = file.read()  # type: ignore[union-attr]
+    except FileNotFoundError:
+        raise DataError(f"data file {url} does not exist; give the path or s3:// URL of a data file") from None
+    try:
+        rows = readers[suffix](content)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise DataError(f"data file {url} is not {suffix[1:].upper()}: {' '.join(str(error).split())}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"data file {url} holds rows that are not objects with named columns")
+    return rows
+
+
+def _read_json(content: bytes) -> list[Row]:
+    rows = json.loads(content)
+    if not isinstance(rows, list):
+        raise ValueError("it holds no list of objects")
+    return rows
+
+
+def _read_jsonl(content: bytes) -> list[Row]:
+    return [json.loads(line) for line in content.decode().splitlines() if line.strip()]
+
+
+def _read_csv(content: bytes) -> list[Row]:
+    return list(csv.DictReader(io.StringIO(content.decode())))
+
+
+def _read_parquet(content: bytes) -> list[Row]:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

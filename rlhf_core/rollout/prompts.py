@@ -1,0 +1,84 @@
+"""Prompts as token ids, with their labels, and the requests that a step makes of the sampler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.batches import TokenError, render_prompt
+from rlhf_core.data.rows import read_jsonl
+from rlhf_core.rollout.sample import SampleRequest, sample_seed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """prompt_id: row in its data set."""
+
+    prompt_id: int
+    text: str
+    ids: tuple[int, ...]
+    label: str
+
+
+def load_prompts(path: Path, tokenizer: Any, max_prompt_len: int) -> tuple[list[Prompt], int]:
+    """The prompts of a file, and how many were dropped for being longer than `max_prompt_len` tokens."""
+    rows = read_jsonl(path)
+    prompts = [
+        Prompt(number, row["prompt"], tuple(render_prompt(tokenizer, row["prompt"])), str(row["label"]))
+        for number, row in enumerate(rows)
+    ]
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_len]
+    if not kept:
+        longest = min(len(prompt.ids) for prompt in prompts)
+        raise TokenError(
+            f"all {len(rows)} prompts are longer than max_prompt_len {max_prompt_len} tokens (the shortest has "
+            f"{longest}); raise it"
+        )
+    return kept, len(prompts) - len(kept)
+
+
+def rollout_requests(
+    prompts: Sequence[Prompt],
+    *,
+    samples_per_prompt: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    step: int,
+    stop_token_id: int,
+) -> list[SampleRequest]:
+    """samples_per_prompt requests a prompt, in order. A sample's id is its place in the rollout."""
+    return [
+        SampleRequest(
+            sample_id=group * samples_per_prompt + k,
+            prompt_ids=prompt.ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=1.0,
+            seed=sample_seed(seed, step, prompt.prompt_id, group * samples_per_prompt + k),
+            stop_token_ids=(stop_token_id,),
+        )
+        for group, prompt in enumerate(prompts)
+        for k in range(samples_per_prompt)
+    ]
+
+
+def greedy_requests(prompts: Sequence[Prompt], *, max_new_tokens: int, stop_token_id: int) -> list[SampleRequest]:
+    """One greedy request a prompt."""
+    return [
+        SampleRequest(
+            sample_id=number,
+            prompt_ids=prompt.ids,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            seed=0,
+            stop_token_ids=(stop_token_id,),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The response as text, without special tokens."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True)

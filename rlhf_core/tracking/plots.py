@@ -1,0 +1,22 @@
+"""Curves as PNG."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+Curve = tuple[list[int], list[float]]
+
+
+def plot_curves(path: Path, title: str, curves: Mapping[str, Curve], *, xlabel: str = "step", ylabel: str = "") -> None:
+    """Draws (steps, values) by name into one PNG. No window system is needed."""
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (steps, values) in curves.items():
+        axes.plot(steps, values, label=name, marker="o" if len(steps) < 20 else None, linewidth=1.5)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend()
+    figure.savefig(path, dpi=110)

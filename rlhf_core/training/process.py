@@ -1,0 +1,43 @@
+"""What a trainer rank does to its process before and around training: torch.distributed, threads, RNG."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def open_rendezvous(host: str, ranks: int) -> TCPStore:
+    """A store on a port that the kernel chooses: nobody else can take it in between. Rank 0 calls this."""
+    return TCPStore(host, 0, ranks, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+
+
+def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = None) -> None:
+    """Joins the process group as `rank` of `ranks`, through rank 0's store at host:port."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    store = store or TCPStore(host, port, ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    backend = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() == "cpu":
+        backend = "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def save_rng(directory: Path, rank: int) -> None:
+    """torch's generator state of this rank; all other randomness is derived from seeds and positions."""
+    save_file({"cpu": torch.get_rng_state()}, directory / f"rng-{rank}.safetensors")
+
+
+def load_rng(directory: Path, rank: int) -> None:
+    torch.set_rng_state(load_file(directory / f"rng-{rank}.safetensors")["cpu"])

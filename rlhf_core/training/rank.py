@@ -1,0 +1,134 @@
+"""What every trainer rank has: its process group, inputs from the store, and its part of a training checkpoint.
+
+`start_trainers` makes a group of them on Ray; tests may start them by spawn: a rank is plain Python.
+"""
+
+import tempfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.pipeline import ClusterSettings
+from rlhf_core.config.training import ModelSource, TrainerSettings
+from rlhf_core.store.artifacts import fetch
+from rlhf_core.store.checkpoints import Checkpoint, download, upload_shards
+from rlhf_core.store.leases import attach
+from rlhf_core.store.manifest import Manifest
+from rlhf_core.store.store import Store
+
+if TYPE_CHECKING:
+    from rlhf_core.cluster.workers import WorkerGroup
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a driver tells its ranks: settings, and where things are. `scratch` is a path on any node."""
+
+    stage: str
+    key: str
+    settings: Any
+    store_url: str
+    lease: int
+    scratch: str
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+
+    def input_path(self, name: str) -> Path:
+        """A verified local copy of an input artifact; made on this node when it is not there yet."""
+        return fetch(Store(self.store_url), self.manifests[name], Path(self.scratch) / "inputs" / name)
+
+
+class TrainerRank(ABC):
+    """Base of the trainers. Subclasses add `load()`, their steps, `_save(directory)` and `_restore(directory)`."""
+
+    def __init__(self, rank: int, ranks: int, job: Job):
+        self.rank, self.ranks, self.job = rank, ranks, job
+        self._rendezvous: Any = None
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0: opens the process group's store and returns its port."""
+        from rlhf_core.training import process
+
+        self._rendezvous = process.open_rendezvous(host, self.ranks)
+        return self._rendezvous.port
+
+    def join(self, host: str, port: int) -> None:
+        from rlhf_core.training import process
+
+        process.join(self.rank, self.ranks, host, port, self._rendezvous)
+
+    def save_checkpoint(self, step: int) -> dict[str, str]:
+        """Writes this rank's shards to node-local scratch and uploads them. Returns path -> SHA-256 of its files."""
+        from rlhf_core.training import process
+
+        store = Store(self.job.store_url)
+        lease = attach(store, self.job.stage, self.job.key, self.job.lease)
+        with tempfile.TemporaryDirectory(dir=self.job.scratch, prefix=f"save-{self.rank}-") as temp:
+            self._save(Path(temp))
+            process.save_rng(Path(temp), self.rank)
+            return upload_shards(store, self.job.stage, self.job.key, step, temp, lease)
+
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Loads what all ranks saved, from a verified local copy."""
+        from rlhf_core.training import process
+
+        with tempfile.TemporaryDirectory(dir=self.job.scratch, prefix=f"load-{self.rank}-") as temp:
+            directory = download(Store(self.job.store_url), checkpoint, Path(temp) / "checkpoint")
+            self._restore(directory)
+            process.load_rng(directory, self.rank)
+
+    @abstractmethod
+    def _save(self, directory: Path) -> None:
+        """Writes this rank's shards; names differ between ranks, or hold the same and come from rank 0 alone."""
+
+    @abstractmethod
+    def _restore(self, directory: Path) -> None:
+        """Loads from a directory with the files of all ranks."""
+
+
+def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: ClusterSettings) -> "WorkerGroup":
+    """A group of `trainer.ranks` ranks of class `target` ("module:Class"), joined in one process group."""
+    from rlhf_core.cluster.workers import WorkerGroup, rank_environment
+
+    group = WorkerGroup(
+        "trainer",
+        target,
+        trainer.ranks,
+        events=Path(job.scratch) / "events.jsonl",
+        start_timeout_s=cluster.start_timeout_s,
+        **rank_environment(),
+    )
+    limit = cluster.start_timeout_s
+    group.call("__init__", per_rank=[(rank, trainer.ranks, job) for rank in range(trainer.ranks)], timeout_s=limit)
+    host = LOOPBACK if cluster.address is None else group.node_address(0)
+    port = group.call_rank(0, "open_rendezvous", host, timeout_s=limit)
+    group.call("join", host, port, timeout_s=limit)
+    return group
+
+
+def base_model_directory(source: ModelSource, scratch: str, rank: int) -> Path:
+    """The Hugging Face directory that a chain starts from: the given one, or a small Llama written here.
+
+    To be called before the process group exists: once it does, transformers saves on rank 0 alone.
+    """
+    if source.path is not None:
+        return Path(source.path)
+    from rlhf_core.models.scratch import write_scratch_model
+
+    assert source.scratch is not None  # the settings model admits no other case
+    directory = Path(scratch) / f"base-{rank}"
+    if not directory.exists():
+        spec = source.scratch
+        write_scratch_model(
+            directory,
+            hidden_size=spec.hidden_size,
+            layers=spec.layers,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            intermediate_size=spec.intermediate_size,
+            max_position=spec.max_position,
+            seed=spec.seed,
+        )
+    return directory

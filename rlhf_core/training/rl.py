@@ -1,0 +1,171 @@
+"""PPO's trainer, one rank of it: policy, critic, reference and reward model in one process. rl_loop.py drives them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_core.config.rl import PpoSettings
+from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, rank_slice
+from rlhf_core.models.policy import load_policy
+from rlhf_core.models.scorer import initialise_head, last_token_scores, load_scorer
+from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+from rlhf_core.rollout.trajectory import Trajectory
+from rlhf_core.rollout.weight_transfer import TransferWriter
+from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered
+from rlhf_core.training.experience import Experience, Scored, build_experience, experience_batch, kl_per_token
+from rlhf_core.training.rank import Job, TrainerRank
+from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
+
+_BUCKET_BYTES = 512 * 2**20
+
+
+class RlTrainer(TrainerRank):
+    """Scores rollouts, trains on them, hands the policy's weights out. All collectives are the same on every rank."""
+
+    def __init__(self, rank: int, ranks: int, job: Job):
+        super().__init__(rank, ranks, job)
+        self.settings: PpoSettings = job.settings
+
+    def load(self) -> None:
+        """Loads the four models from the input artifacts `policy` (SFT) and `reward` (RM)."""
+        job, settings = self.job, self.settings
+        torch.manual_seed(settings.seed + self.rank)
+        policy_dir = job.input_path("policy") / "model"
+        reward_dir = job.input_path("reward") / "model"
+        self.tokenizer = load_tokenizer(policy_dir)
+        updates = (
+            settings.epochs * settings.rollout.prompts * settings.rollout.samples_per_prompt // settings.batch_size
+        )
+        self.policy = self._engine(
+            lambda: self._policy_module(policy_dir),
+            settings.optimizer,
+            updates * max(1, settings.steps - settings.critic.warmup_steps),
+        )
+        critic_dir = reward_dir if settings.critic.init == "rm" else policy_dir
+        self.critic = self._engine(
+            lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
+        )
+        self.reference = self._engine(lambda: self._policy_module(policy_dir), None, 0)
+        self.reward = self._engine(lambda: self._scorer_module(reward_dir), None, 0)
+        self.policy_objective = PolicyObjective(settings.algorithm, settings.rollout.temperature)
+        self.value_objective = ValueObjective(settings.algorithm)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        """This rank's trajectories as the four models see them; forward passes only."""
+        scored: list[Scored] = []
+        for part in chunks(trajectories, self.settings.trainer.micro_batch_size):
+            inputs = model_inputs([_token_row(t) for t in part], self.tokenizer.pad_token_id)
+            temperature = self.settings.rollout.temperature
+            logprobs = self.policy.infer(**inputs, temperature=temperature).cpu()
+            reference = self.reference.infer(**inputs, temperature=temperature).cpu()
+            values = state_values(self.critic.infer(**inputs)).cpu()
+            rewards = last_token_scores(self.reward.infer(**inputs).cpu(), inputs["attention_mask"])
+            for number, t in enumerate(part):
+                span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.response_ids))
+                scored.append(
+                    Scored(
+                        prompt_ids=t.prompt_ids,
+                        response_ids=t.response_ids,
+                        action_mask=t.action_mask,
+                        logprobs=logprobs[number, span].numpy(),
+                        ref_logprobs=reference[number, span].numpy(),
+                        values=values[number, span].numpy(),
+                        reward_score=float(rewards[number]),
+                    )
+                )
+        return scored
+
+    def train(self, step: int, rewards: Sequence[float], *shards: list[Scored]) -> dict[str, float]:
+        """All passes over a rollout. `shards` are every rank's `score`, `rewards` one for each trajectory in order.
+
+        The cut into optimizer steps is a function of (seed, step, epoch) over all trajectories, whatever the ranks.
+        Returns means over the optimizer steps.
+        """
+        scored = [trajectory for shard in shards for trajectory in shard]
+        experience = build_experience(scored, rewards, self.settings.algorithm)
+        order = SampleOrder(len(scored), _order_seed(self.settings.seed, step))
+        trains_policy = step > self.settings.critic.warmup_steps
+        sums: dict[str, list[float]] = {}
+        for epoch in range(self.settings.epochs):
+            order = SampleOrder(len(scored), _order_seed(self.settings.seed, step)).ids(
+                epoch * len(scored), len(scored)
+            )
+            for ids in chunks(order, self.settings.batch_size):
+                batches = self._micro_batches(experience, ids)
+                results = {"critic": self.critic.step(batches, self.value_objective)}
+                if trains_policy:
+                    results["policy"] = self.policy.step(batches, self.policy_objective)
+                for role, result in results.items():
+                    values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
+                    for name, value in values.items():
+                        sums.setdefault(f"{role}/{name}", []).append(value)
+        return {"kl": kl_per_token(scored), **{name: float(np.mean(values)) for name, values in sums.items()}}
+
+    def write_weights(self, directory: str, version: int) -> str | None:
+        """The policy's weights as a transfer; the path of its index on rank 0. Every rank has to call this."""
+        writer = TransferWriter(directory, version, _BUCKET_BYTES) if self.rank == 0 else None
+        dtype = getattr(torch, self.settings.sampler.dtype)
+        for name, tensor in self.policy.full_parameters():
+            if writer is not None:
+                writer.add(name, tensor.to(dtype))
+        return str(writer.finish().path) if writer is not None else None
+
+    def export(self, directory: str) -> dict[str, Any]:
+        """The policy and its tokenizer in Hugging Face layout, by rank 0. Returns the tokenizer's facts."""
+        self.policy.export(directory)
+        if self.rank == 0:
+            self.tokenizer.save_pretrained(directory)
+        return tokenizer_facts(self.tokenizer)
+
+    def _save(self, directory: Path) -> None:
+        self.policy.save(directory / "policy")
+        self.critic.save(directory / "critic")
+
+    def _restore(self, directory: Path) -> None:
+        self.policy.load(directory / "policy")
+        self.critic.load(directory / "critic")
+
+    def _micro_batches(self, experience: Experience, ids: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        mine = rank_slice(ids, self.rank, self.ranks)
+        size = self.settings.trainer.micro_batch_size
+        return [experience_batch(experience, part, self.tokenizer.pad_token_id) for part in chunks(mine, size)]
+
+    def _engine(self, build: Callable[[], torch.nn.Module], optimizer: Any, total_steps: int) -> TrainEngine:
+        return TrainEngine(
+            build,
+            dtype=self.settings.dtype,
+            trainer=self.settings.trainer,
+            optimizer=optimizer,
+            total_steps=total_steps,
+        )
+
+    def _policy_module(self, directory: Path) -> torch.nn.Module:
+        attention = self.settings.trainer.attention
+        return load_policy(str(directory), dtype=TORCH_DTYPE[self.settings.dtype], attention=attention)
+
+    def _scorer_module(self, directory: Path) -> torch.nn.Module:
+        return load_scorer(
+            str(directory),
+            dtype=TORCH_DTYPE[self.settings.dtype],
+            attention=self.settings.trainer.attention,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _critic_module(self, directory: Path) -> torch.nn.Module:
+        """A head that predicts nothing yet: values start near 0, whatever scale the reward model's scores have."""
+        scorer = self._scorer_module(directory)
+        with gathered([scorer.lm.score.weight], self.settings.trainer.zero_stage, modifier_rank=0):  # type: ignore[union-attr]
+            initialise_head(scorer, self.settings.seed)  # type: ignore[arg-type]
+        return scorer
+
+
+def _token_row(trajectory: Trajectory) -> list[int]:
+    return np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).tolist()
+
+
+def _order_seed(seed: int, step: int) -> int:
+    """A seed for each step: SampleOrder then derives one for each epoch."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

@@ -1,0 +1,212 @@
+"""PPO's loop: sample, score, reward, train, send the weights. The driver of one trainer group and one sampler."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.cluster.workers import WorkerGroup
+from rlhf_core.config.rl import PpoSettings
+from rlhf_core.data.batches import SampleOrder, rank_slice
+from rlhf_core.rollout.prompts import Prompt, completion_text, greedy_requests, rollout_requests
+from rlhf_core.rollout.rewards import RewardMix
+from rlhf_core.rollout.sample import Sample
+from rlhf_core.rollout.trajectory import Trajectory, single_turn
+from rlhf_core.rollout.verifiers import exact
+from rlhf_core.store.leases import Lease
+from rlhf_core.store.store import Store
+from rlhf_core.tracking.history import History
+from rlhf_core.training.progress import finish_checkpoint, resume_point
+from rlhf_core.training.rank import Job
+
+RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
+
+
+@dataclass
+class PpoRun:
+    """One run of PPO in exact mode: a step is a function of the weights before it, the seed and its number."""
+
+    job: Job
+    trainers: WorkerGroup
+    sampler: WorkerGroup
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    mix: RewardMix
+    history: History
+    store: Store
+    lease: Lease
+
+    @property
+    def settings(self) -> PpoSettings:
+        return self.job.settings
+
+    def run(self) -> dict[str, Any]:
+        """All steps, from the newest complete training checkpoint. Returns what was measured first and last."""
+        settings, events = self.settings, self.history.events
+        limit = settings.trainer.step_timeout_s
+        start = resume_point(self.trainers, self.job, self.store, self.history, timeout_s=limit)
+        self._send_weights(start)
+        if start == 0:
+            self._evaluate(0)
+        events.phase("training")
+        for step in range(start + 1, settings.steps + 1):
+            self.history.add(step, self._step(step))
+            last = step == settings.steps
+            if last or (settings.eval_steps and step % settings.eval_steps == 0):
+                self._evaluate(step)
+            events.progress(step, settings.steps, "training")
+            if last or step % settings.trainer.save_steps == 0:
+                self._checkpoint(step)
+        return self._measured()
+
+    def _checkpoint(self, step: int) -> None:
+        trainer = self.settings.trainer
+        finish_checkpoint(
+            self.trainers,
+            self.job,
+            self.store,
+            self.lease,
+            self.history,
+            step,
+            trainer,
+            timeout_s=trainer.step_timeout_s,
+        )
+
+    def _step(self, step: int) -> dict[str, float]:
+        """One rollout and the passes over it; leaves the sampler with the new weights."""
+        limit = self.settings.trainer.step_timeout_s
+        clock = _Clock()
+        trajectories, texts, labels = self._rollout(step)
+        clock.lap("rollout")
+        ranks = self.trainers.size
+        shards = [rank_slice(range(len(trajectories)), rank, ranks) for rank in range(ranks)]
+        scoring = self.trainers.start("score", per_rank=[([trajectories[i] for i in shard],) for shard in shards])
+        scored = [one for shard in self.trainers.wait(scoring, "score", timeout_s=limit) for one in shard]
+        sources = [
+            {"rm": one.reward_score, "exact": exact(text, label)}
+            for one, text, label in zip(scored, texts, labels, strict=True)
+        ]
+        rewards = self.mix.totals(sources)
+        clock.lap("score")
+        # The references go to the ranks, not the arrays: Ray hands those over through shared memory.
+        trained = self.trainers.call("train", step, rewards, *scoring, timeout_s=limit)[0]
+        clock.lap("train")
+        self._send_weights(step)
+        clock.lap("transfer")
+        self._show_sample(step, trajectories[0].prompt_id, texts[0], rewards[0])
+        return {
+            **_rollout_metrics(trajectories, sources, rewards, self.mix),
+            **_parity(trajectories, [one.logprobs for one in scored]),
+            **trained,
+            **clock.laps,
+        }
+
+    def _rollout(self, step: int) -> tuple[list[Trajectory], list[str], list[str]]:
+        """Trajectories of the step's prompts, their texts and labels."""
+        rollout = self.settings.rollout
+        order = SampleOrder(len(self.prompts), self.settings.seed)
+        chosen = [self.prompts[i] for i in order.ids((step - 1) * rollout.prompts, rollout.prompts)]
+        requests = rollout_requests(
+            chosen,
+            samples_per_prompt=rollout.samples_per_prompt,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            seed=self.settings.seed,
+            step=step,
+            stop_token_id=self.tokenizer.eos_token_id,
+        )
+        samples = self._generate(requests)
+        groups = [number // rollout.samples_per_prompt for number in range(len(requests))]
+        trajectories = [
+            single_turn(request, sample, group_id=group, prompt_id=chosen[group].prompt_id)
+            for request, sample, group in zip(requests, samples, groups, strict=True)
+        ]
+        texts = [completion_text(self.tokenizer, sample.token_ids) for sample in samples]
+        return trajectories, texts, [chosen[group].label for group in groups]
+
+    def _generate(self, requests: list[Any]) -> list[Sample]:
+        return self.sampler.call("generate", requests, timeout_s=self.settings.generate_timeout_s)[0]
+
+    def _send_weights(self, version: int) -> None:
+        """The policy's weights into the sampler, through a directory in shared memory that is gone afterwards."""
+        limit = self.settings.trainer.step_timeout_s
+        base = "/dev/shm" if Path("/dev/shm").is_dir() else self.job.scratch
+        directory = tempfile.mkdtemp(prefix="rlhf-weights-", dir=base)
+        try:
+            index = self.trainers.call("write_weights", directory, version, timeout_s=limit)[0]
+            self.sampler.call("update_weights", index, timeout_s=limit)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _evaluate(self, step: int) -> None:
+        """Greedy exact match on the held-out prompts."""
+        requests = greedy_requests(
+            self.eval_prompts,
+            max_new_tokens=self.settings.rollout.max_new_tokens,
+            stop_token_id=self.tokenizer.eos_token_id,
+        )
+        texts = [completion_text(self.tokenizer, s.token_ids) for s in self._generate(requests)]
+        hits = [exact(text, prompt.label) for text, prompt in zip(texts, self.eval_prompts, strict=True)]
+        self.history.add(step, {"exact_match": float(np.mean(hits))}, phase="eval")
+
+    def _show_sample(self, step: int, prompt_id: int, text: str, reward: float) -> None:
+        prompt = next(prompt for prompt in self.prompts if prompt.prompt_id == prompt_id)
+        self.history.events.write(
+            "sample", step=step, prompt=prompt.text, response=text, label=prompt.label, reward=reward
+        )
+
+    def _measured(self) -> dict[str, Any]:
+        measured: dict[str, Any] = {"steps": self.settings.steps}
+        for name, phase in (
+            ("reward", "train"),
+            ("reward/rm", "train"),
+            ("reward/exact", "train"),
+            ("exact_match", "eval"),
+        ):
+            values = self.history.curve(name, phase)[1]
+            measured[f"{name}/first"], measured[f"{name}/last"] = values[0], values[-1]
+        for name in ("parity/max", "parity/mean"):
+            measured[name] = max(self.history.curve(name)[1])
+        return measured
+
+
+_MEASURED = (("reward", "train"), ("reward/rm", "train"), ("reward/exact", "train"), ("exact_match", "eval"))
+
+
+class _Clock:
+    """Seconds of each part of a step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[f"seconds/{name}"] = now - self._last
+        self._last = now
+
+
+def _rollout_metrics(
+    trajectories: Sequence[Trajectory], sources: Sequence[dict[str, float]], rewards: Sequence[float], mix: RewardMix
+) -> dict[str, float]:
+    return {
+        "reward": float(np.mean(rewards)),
+        "reward/rm": float(np.mean([mix.normalised_rm(one["rm"]) for one in sources])),
+        "reward/exact": float(np.mean([one["exact"] for one in sources])),
+        "response_tokens": float(np.mean([len(t.response_ids) for t in trajectories])),
+        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+    }
+
+
+def _parity(trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Largest and mean difference between the sampler's and the trainer's log-probs of the same tokens and weights."""
+    differences = np.concatenate(
+        [np.abs(t.sampler_logprobs - ours)[t.action_mask] for t, ours in zip(trajectories, logprobs, strict=True)]
+    )
+    return {"parity/max": float(differences.max()), "parity/mean": float(differences.mean())}

@@ -1,0 +1,100 @@
+"""evaluate: greedy exact match on held-out prompts, of the PPO model and of the SFT model it started from."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.rl import EvaluateSettings
+from stages.contract import check_same_tokenizer
+from stages.definition import Stage, StageContext, StageResult
+
+MODELS = ("sft", "ppo")
+
+
+def evaluate(context: StageContext) -> StageResult:
+    from rlhf_core.cluster.session import ray_session
+    from rlhf_core.data.rows import write_jsonl
+    from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.rollout.prompts import load_prompts
+
+    settings: EvaluateSettings = context.settings
+    check_same_tokenizer(**{name: context.manifests[name] for name in MODELS})
+    tokenizer = load_tokenizer(context.inputs["sft"] / "model")
+    prompts, dropped = load_prompts(context.inputs["data"] / "rows.jsonl", tokenizer, settings.max_prompt_len)
+    rows = [{"prompt": prompt.text, "label": prompt.label} for prompt in prompts]
+    metrics: dict[str, Any] = {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
+    with ray_session(context.run.cluster, actors=1):
+        for number, (name, texts) in enumerate(_completions(context, tokenizer, prompts), start=1):
+            hits = _score(rows, name, texts)
+            metrics[f"exact_match/{name}"] = sum(hits) / len(hits)
+            context.events.progress(number, len(MODELS), f"evaluating {name}")
+    metrics["gain"] = metrics["exact_match/ppo"] - metrics["exact_match/sft"]
+    files = context.scratch / "artifact"
+    write_jsonl(files / "samples.jsonl", rows)
+    return StageResult(files, metrics, summary=_summary(metrics, rows[: settings.samples_shown]))
+
+
+def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> Any:
+    """(model's name, a greedy completion for each prompt). One engine: the second model's weights are sent to it."""
+    from rlhf_core.rollout.prompts import completion_text, greedy_requests
+    from rlhf_core.rollout.start import start_sampler, wait_for_sampler
+
+    settings: EvaluateSettings = context.settings
+    cluster = context.run.cluster
+    requests = greedy_requests(
+        prompts, max_new_tokens=settings.max_new_tokens, stop_token_id=tokenizer.eos_token_id
+    )
+    context.events.phase("starting the sampler")
+    first = context.inputs[MODELS[0]] / "model"
+    sampler, starting = start_sampler(first, settings.sampler, events=context.events.path, cluster=cluster)
+    try:
+        wait_for_sampler(sampler, starting, cluster)
+        for version, name in enumerate(MODELS):
+            if version > 0:
+                _send_directory(sampler, context.inputs[name] / "model", version, settings)
+            samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
+            yield name, [completion_text(tokenizer, sample.token_ids) for sample in samples]
+    finally:
+        sampler.close()
+
+
+def _send_directory(sampler: Any, model: Path, version: int, settings: EvaluateSettings) -> None:
+    from rlhf_core.rollout.weight_transfer import sent_directory
+
+    with sent_directory(model, version, settings.sampler.dtype) as index:
+        sampler.call("update_weights", str(index), timeout_s=settings.generate_timeout_s)
+
+
+def _score(rows: list[dict[str, Any]], name: str, texts: list[str]) -> list[float]:
+    from rlhf_core.rollout.verifiers import exact
+
+    hits = [exact(text, row["label"]) for text, row in zip(texts, rows, strict=True)]
+    for row, text, hit in zip(rows, texts, hits, strict=True):
+        row |= {name: text, f"{name} exact": hit}
+    return hits
+
+
+def _summary(metrics: dict[str, Any], shown: list[dict[str, Any]]) -> str:
+    sft, after = 100 * metrics["exact_match/sft"], 100 * metrics["exact_match/ppo"]
+    lines = [
+        f"**Greedy exact match** on {metrics['prompts']} held-out prompts: SFT {sft:.1f} %, PPO **{after:.1f} %** "
+        f"({after - sft:+.1f} points).",
+        "",
+        "| prompt | answer | SFT | | PPO | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in shown:
+        marks = ["✓" if row[f"{name} exact"] else "✗" for name in MODELS]
+        lines.append(
+            f"| `{row['prompt']}` | `{row['label']}` | `{row['sft']}` | {marks[0]} | `{row['ppo']}` | {marks[1]} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+EVALUATE = Stage(
+    name="evaluate", version=1, module="stages.evaluate", settings=EvaluateSettings, pool="gpu", run=evaluate
+)
+
+if __name__ == "__main__":
+    from stages.runner import main
+
+    main(EVALUATE)
