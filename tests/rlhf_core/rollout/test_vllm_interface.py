@@ -1,4 +1,4 @@
-"""Every call that is made of vLLM, bound to the installed library's signatures. The GPU backends are bound here alone."""
+"""The calls that are made of vLLM, bound to the installed library's signatures; for the GPU backends, this alone."""
 
 import dataclasses
 import inspect
