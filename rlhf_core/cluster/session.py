@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rlhf_core.config.pipeline import ClusterSettings
 
-# Ray would otherwise start its uv hook, report usage, and rewrite the accelerator variables of actors without one.
+# Ray would otherwise start its uv hook, report usage, and fold lines of the ranks' logs together.
 RAY_ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,6 +30,10 @@ def ray_session(settings: ClusterSettings, *, actors: int) -> Iterator[None]:
     small machine their number says nothing about how many processes may wait for one another.
     """
     os.environ.update(RAY_ENVIRONMENT)
+    if settings.address is None:
+        # Ray's switch for keeping a cluster of one node to loopback, on by default on desktop systems only. It
+        # replaces an _node_ip_address of 127.0.0.1 by the machine's own address otherwise.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
     if settings.address is not None:

@@ -16,6 +16,10 @@ from rlhf_core.cluster.session import ClusterError
 from rlhf_core.tracking.events import EventLog, first_error
 
 
+# One thread a rank: the number enters the bits, and ranks that share cores would starve one another with more.
+_RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
 def rank_environment() -> dict[str, Any]:
     """What a rank's actor gets on this cluster: one GPU where there are any, else the CPU, and said so to DeepSpeed.
 
@@ -81,7 +85,7 @@ class WorkerGroup:
                 num_cpus=1,
                 num_gpus=gpus_per_rank,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, bundle),
-            ).remote({"OMP_NUM_THREADS": "1", **environment}, target, role, bundle, str(events))
+            ).remote({**_RANK_ENVIRONMENT, **environment}, target, role, bundle, str(events))
             for bundle in range(size)
         ]
 

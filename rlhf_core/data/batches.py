@@ -83,7 +83,7 @@ def pad_right(rows: Sequence[Sequence[int]], value: int = 0, *, dtype: torch.dty
     """Rows of different lengths as one tensor (rows, longest), filled with `value` on the right."""
     out = torch.full((len(rows), max(map(len, rows))), value, dtype=dtype)
     for number, row in enumerate(rows):
-        out[number, : len(row)] = torch.as_tensor(row, dtype=dtype)
+        out[number, : len(row)] = torch.tensor(row, dtype=dtype)
     return out
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.sampler import SamplerSettings
-from rlhf_core.rollout.environment import sampler_environment
+from rlhf_core.rollout.sampler import sampler_environment
 
 SAMPLER = "rlhf_core.rollout.sampler:Sampler"
 

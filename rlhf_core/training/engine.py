@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
-from rlhf_core.training.objective import Batch, Objective
+from rlhf_core.training.objective import Batch, LossParts, Objective
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TAG = "engine"  # DeepSpeed's name for the one checkpoint below a directory
@@ -138,7 +138,7 @@ class TrainEngine:
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
             parts = objective.loss(batch, self.engine(**objective.forward_inputs(batch)))
-            loss = sum((t.weight / totals[name]) * t.numerator for name, t in parts.terms.items())
+            loss = _weighted(parts, totals)
             self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
             self.engine.step()
             _add_metrics(sums, "loss", loss.detach().item(), 0.0)
@@ -165,7 +165,7 @@ class TrainEngine:
         for batch in batches:
             outputs = self.infer(**objective.forward_inputs(batch))
             parts = objective.loss(batch, outputs)
-            loss = sum((t.weight / totals[name]) * t.numerator for name, t in parts.terms.items())
+            loss = _weighted(parts, totals)
             _add_metrics(sums, "loss", loss.detach().item(), 0.0)
             for name, (total, count) in parts.metrics.items():
                 _add_metrics(sums, name, float(total), float(count))
@@ -238,6 +238,11 @@ class TrainEngine:
         loaded, _ = self.engine.load_checkpoint(str(directory), tag=_TAG)
         if loaded is None:
             raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint for {self.ranks} ranks")
+
+
+def _weighted(parts: LossParts, totals: dict[str, float]) -> Tensor:
+    """This micro-batch's share of the optimizer step's loss."""
+    return torch.stack([(term.weight / totals[name]) * term.numerator for name, term in parts.terms.items()]).sum()
 
 
 def gathered(parameters: list[Any], zero_stage: int, modifier_rank: int | None = None) -> Any:

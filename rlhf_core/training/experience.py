@@ -41,7 +41,7 @@ class Experience:
 def build_experience(scored: Sequence[Scored], rewards: Sequence[float], algorithm: AlgorithmSettings) -> Experience:
     """Advantages and returns of a rollout. Every rank computes them for all trajectories, so none depends on ranks."""
     mask = _padded([s.action_mask for s in scored]).bool()
-    kl = _padded([kl_k1(torch.from_numpy(s.logprobs), torch.from_numpy(s.ref_logprobs)) for s in scored])
+    kl = kl_k1(_padded([s.logprobs for s in scored]), _padded([s.ref_logprobs for s in scored]))
     values = _padded([s.values for s in scored])
     per_token = token_rewards(torch.tensor(rewards, dtype=torch.float32), kl, mask, algorithm.kl_coef)
     advantages, returns = gae(per_token, values, mask, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
@@ -54,8 +54,8 @@ def experience_batch(experience: Experience, ids: Sequence[int], pad_token_id: i
     """A micro-batch of trajectories: prompt and response in one row, per-token values where the response lies."""
     scored = [experience.scored[i] for i in ids]
     rows = [np.concatenate([s.prompt_ids, s.response_ids]) for s in scored]
-    advantages = [experience.advantages[i, : len(s.response_ids)] for i, s in zip(ids, scored, strict=True)]
-    returns = [experience.returns[i, : len(s.response_ids)] for i, s in zip(ids, scored, strict=True)]
+    advantages = [experience.advantages[i, : len(s.response_ids)].numpy() for i, s in zip(ids, scored, strict=True)]
+    returns = [experience.returns[i, : len(s.response_ids)].numpy() for i, s in zip(ids, scored, strict=True)]
     heads = [len(s.prompt_ids) for s in scored]
     return {
         **model_inputs([row.tolist() for row in rows], pad_token_id),
@@ -73,13 +73,13 @@ def kl_per_token(scored: Sequence[Scored]) -> float:
     return float(kl.mean())
 
 
-def _padded(rows: Sequence[np.ndarray | torch.Tensor]) -> torch.Tensor:
+def _padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
     return pad_right(rows, dtype=torch.float32)  # type: ignore[arg-type]
 
 
-def _placed(rows: Sequence[np.ndarray | torch.Tensor], heads: Sequence[int]) -> torch.Tensor:
+def _placed(rows: Sequence[np.ndarray], heads: Sequence[int]) -> torch.Tensor:
     """Response rows moved behind their prompts: (B, T)."""
     out = torch.zeros(len(rows), max(head + len(row) for head, row in zip(heads, rows, strict=True)))
     for number, (head, row) in enumerate(zip(heads, rows, strict=True)):
-        out[number, head : head + len(row)] = torch.as_tensor(row, dtype=torch.float32)
+        out[number, head : head + len(row)] = torch.tensor(row, dtype=torch.float32)
     return out
