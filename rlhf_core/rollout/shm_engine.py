@@ -4,10 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -49,6 +55,23 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """There is no connection to close."""
+
+
+@torch.no_grad()
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Rebuilds what the CPU's matrix product keeps of a head that shares the embedding's weight.
+
+    On the CPU a head holds a packed copy of its weight. A transfer has the embedding alone, so the reload repacks the
+    embedding and leaves the head with the old copy: half of the new policy, without an error.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    for layer in layers:
+        method = layer.quant_method
+        tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings
+        if tied and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(layer)

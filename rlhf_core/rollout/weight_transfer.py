@@ -148,8 +148,14 @@ def read_model_spec(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> Mo
     if not shapes:
         raise WeightTransferError(f"{directory} holds no weights (*.safetensors); give a directory that does")
     # Through AutoConfig: config.json leaves out what equals the family's default.
-    config = AutoConfig.from_pretrained(directory).get_text_config()
-    return ModelSpec(shapes, dtype, bool(config.tie_word_embeddings))
+    tied_head = bool(AutoConfig.from_pretrained(directory).get_text_config().tie_word_embeddings)
+    if tied_head and TIED_HEAD in shapes and not _head_is_tied(sorted(directory.glob("*.safetensors"))):
+        # vLLM would take such a head as it is, and a transfer without one would leave it as it was.
+        raise WeightTransferError(
+            f"{directory}: config.json ties the head, but {TIED_HEAD} equals no other tensor; set tie_word_embeddings "
+            "to false or remove the tensor"
+        )
+    return ModelSpec(shapes, dtype, tied_head)
 
 
 def read_index(path: str | os.PathLike[str]) -> TransferIndex:
@@ -196,8 +202,10 @@ def read_transfer(index: TransferIndex, model: ModelSpec) -> Transfer:
         expected = expected - {TIED_HEAD} | (seen & {TIED_HEAD})
     if seen != expected:
         raise WeightTransferError(f"{where}: {_difference(seen, expected)}; send every tensor of the model, once")
-    if model.tied_head and TIED_HEAD in seen:
-        _check_tied_head(index, where)
+    if model.tied_head and TIED_HEAD in seen and not _head_is_tied(index.path.parent / b.file for b in index.buckets):
+        raise WeightTransferError(
+            f"{where}: the model's head is tied, but {TIED_HEAD} equals no other tensor; leave it out or untie the model"
+        )
     return Transfer(index, received)
 
 
@@ -247,16 +255,14 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelSpec, where:
             )
 
 
-def _check_tied_head(index: TransferIndex, where: str) -> None:
-    """A tied head that is sent must equal the embedding: vLLM would load the embedding alone and drop the head."""
-    folder = index.path.parent
-    head = next(load_bucket(folder / b.file)[TIED_HEAD] for b in index.buckets if TIED_HEAD in b.names)
-    for bucket in index.buckets:
-        for name, tensor in load_bucket(folder / bucket.file).items():
-            if name != TIED_HEAD and tensor.shape == head.shape and torch.equal(tensor, head):
-                return
-    raise WeightTransferError(
-        f"{where}: the model's head is tied, but {TIED_HEAD} equals no other tensor; leave it out, or untie the model"
+def _head_is_tied(files: Iterable[Path]) -> bool:
+    """Whether `lm_head.weight`, which one of the files holds, equals another tensor, whatever the embedding is called."""
+    opened = [load_bucket(file) for file in files]
+    head = next(tensors[TIED_HEAD] for tensors in opened if TIED_HEAD in tensors)
+    return any(
+        name != TIED_HEAD and tensor.shape == head.shape and torch.equal(tensor, head)
+        for tensors in opened
+        for name, tensor in tensors.items()
     )
 
 

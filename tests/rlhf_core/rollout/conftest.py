@@ -31,7 +31,7 @@ class TinyLlama:
         generator = torch.Generator().manual_seed(seed)
         named = LlamaForCausalLM(self.config).named_parameters()
         return {
-            name: 0.15 * torch.randn(p.shape, generator=generator) + (1.0 if p.dim() == 1 else 0.0) for name, p in named
+            name: 0.1 * torch.randn(p.shape, generator=generator) + (1.0 if p.dim() == 1 else 0.0) for name, p in named
         }
 
 

@@ -256,20 +256,27 @@ def test_a_refused_request_costs_the_others_nothing(sampler: Any):
     assert sampler.generate([]) == []
 
 
-def test_bf16_parity_with_a_tied_head(second: Any, tied: Any, send: Send, record_property: Any):
+@pytest.mark.parametrize("settings", [FP32, BF16], ids=["fp32", "bf16"])
+def test_parity_with_a_tied_head_sent_or_left_out(
+    settings: SamplerSettings, second: Any, tied: Any, send: Send, record_property: Any
+):
+    dtype = getattr(torch, settings.dtype)
     asked, means, largest = requests(), [], []
     old, new = tied.weights(seed=0), tied.weights(seed=1)
     with_head = {**new, "lm_head.weight": new["model.embed_tokens.weight"]}
-    with closing(second.Sampler(tied.directory, BF16, seed=0)) as sampler:
+    with closing(second.Sampler(tied.directory, settings, seed=0)) as sampler:
         for version, (weights, sent) in enumerate([(old, None), (new, new), (old, old), (new, with_head)]):
             if sent is not None:
-                sampler.update_weights(send({name: tensor.bfloat16() for name, tensor in sent.items()}, version))
-            difference = logprob_differences(tied.model(weights).bfloat16(), asked, sampler.generate(asked))
+                sampler.update_weights(send({name: tensor.to(dtype) for name, tensor in sent.items()}, version))
+            difference = logprob_differences(tied.model(weights).to(dtype), asked, sampler.generate(asked))
             means.append(float(difference.mean()))
             largest.append(float(difference.max()))
-    record_property("bf16_mean_logprob_difference", means)
-    record_property("bf16_largest_logprob_difference", largest)
-    assert max(means) < BF16_MEAN
+    record_property(f"{settings.dtype}_mean_logprob_difference", means)
+    record_property(f"{settings.dtype}_largest_logprob_difference", largest)
+    if dtype == torch.float32:
+        assert max(largest) < FP32_LARGEST
+    else:
+        assert max(means) < BF16_MEAN
 
 
 def test_a_failure_between_start_and_finish_breaks_the_engine_for_good(second: Any, untied: Any, send: Send):

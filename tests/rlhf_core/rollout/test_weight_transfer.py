@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
 from rlhf_core.rollout.weight_transfer import (
     Transfer,
@@ -220,6 +220,17 @@ def test_a_model_directory_without_weights_or_config_is_named(tmp_path: Path, un
         read_model_spec(tmp_path, torch.float32)
     (tmp_path / "config.json").write_text((untied.directory / "config.json").read_text())
     with pytest.raises(WeightTransferError, match="holds no weights"):
+        read_model_spec(tmp_path, torch.float32)
+
+
+def test_a_checkpoint_that_contradicts_its_tied_head_is_refused(tmp_path: Path, tied: Any):
+    (tmp_path / "config.json").write_text((tied.directory / "config.json").read_text())
+    weights = tied.weights(seed=0)
+    embedding = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert read_model_spec(tmp_path, torch.float32).tied_head
+    save_file({**weights, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightTransferError, match=r"config\.json ties the head, but lm_head\.weight equals no other"):
         read_model_spec(tmp_path, torch.float32)
 
 
