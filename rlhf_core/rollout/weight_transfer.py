@@ -204,7 +204,7 @@ def read_transfer(index: TransferIndex, model: ModelSpec) -> Transfer:
         raise WeightTransferError(f"{where}: {_difference(seen, expected)}; send every tensor of the model, once")
     if model.tied_head and TIED_HEAD in seen and not _head_is_tied(index.path.parent / b.file for b in index.buckets):
         raise WeightTransferError(
-            f"{where}: the model's head is tied, but {TIED_HEAD} equals no other tensor; leave it out or untie the model"
+            f"{where}: the model's head is tied, but {TIED_HEAD} equals no other tensor; leave it out, or untie them"
         )
     return Transfer(index, received)
 
@@ -256,7 +256,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], model: ModelSpec, where:
 
 
 def _head_is_tied(files: Iterable[Path]) -> bool:
-    """Whether `lm_head.weight`, which one of the files holds, equals another tensor, whatever the embedding is called."""
+    """Whether `lm_head.weight`, which one of the files holds, equals another tensor (families name it differently)."""
     opened = [load_bucket(file) for file in files]
     head = next(tensors[TIED_HEAD] for tensors in opened if TIED_HEAD in tensors)
     return any(

@@ -1,6 +1,6 @@
 """Which vLLM interface gives the same bits twice: one LLMEngine stepped by its owner, or AsyncLLM?
 
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/sampler_interface.py
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/sampler_interface.py [float32 | bfloat16]
 
 Each line: two processes, one after the other, each with an engine that is asked three times for the same 64 samples (64
 prompts, 32 tokens, a seed each). A result is the SHA-256 over token ids and raw float32 log-probs. The AsyncLLM rows
@@ -166,7 +166,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        for dtype in ("float32", "bfloat16"):
+        for dtype in sys.argv[1:] or ("float32", "bfloat16"):
             for interface in INTERFACES:
                 environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if interface == "engine" else "1"
                 found, rows = set(), []
