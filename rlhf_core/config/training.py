@@ -22,10 +22,10 @@ class ScratchModel(Settings):
 
     @model_validator(mode="after")
     def _shapes(self) -> "ScratchModel":
-        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+        if self.hidden_size % (2 * self.heads) or self.heads % self.kv_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, "
-                f"and heads a multiple of kv_heads {self.kv_heads}"
+                f"hidden_size {self.hidden_size} must be a multiple of 2 x heads {self.heads} (rotary embeddings want "
+                f"an even head size), and heads a multiple of kv_heads {self.kv_heads}"
             )
         return self
 

@@ -102,7 +102,7 @@ def _read_json(content: bytes) -> list[Row]:
 
 
 def _read_jsonl(content: bytes) -> list[Row]:
-    return [json.loads(line) for line in content.decode().splitlines() if line.strip()]
+    return [json.loads(line) for line in _lines(content.decode()) if line.strip()]
 
 
 def _read_csv(content: bytes) -> list[Row]:
@@ -123,4 +123,9 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in _lines(path.read_text(encoding="utf-8"))]
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as JSONL means them; str.splitlines would also cut at separators that may stand inside a string."""
+    return text.removesuffix("\n").split("\n")

@@ -59,9 +59,9 @@ def read_events(path: str | Path) -> Iterator[dict[str, Any]]:
     file = Path(path)
     if not file.exists():
         return
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    *lines, _unfinished = file.read_text(encoding="utf-8").split("\n")
+    for line in lines:
+        yield json.loads(line)
 
 
 def first_error(path: str | Path) -> dict[str, Any] | None:

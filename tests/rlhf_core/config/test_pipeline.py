@@ -1,0 +1,94 @@
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_core.config.base import SettingsError, key_settings
+from rlhf_core.config.pipeline import apply_overrides, load_pipeline
+
+
+@pytest.fixture(scope="module")
+def demo(project):
+    return project / "deployments" / "pipelines" / "demo.yaml"
+
+
+def test_both_shipped_pipelines_are_valid_and_of_one_shape(project):
+    pipelines = {path.stem: load_pipeline(path) for path in (project / "deployments" / "pipelines").glob("*.yaml")}
+    assert set(pipelines) == {"demo", "llama3-8b"}
+    assert pipelines["llama3-8b"].ppo.trainer.zero_stage == 3
+
+
+def test_overrides_are_yaml_values_at_dotted_names(demo):
+    settings = load_pipeline(demo, ["ppo.optimizer.lr=1e-6", "sft.model.scratch.layers=1", "ppo.reward={rm: 2.0}"])
+    assert settings.ppo.optimizer.lr == 1e-6
+    assert settings.sft.model.scratch is not None
+    assert settings.sft.model.scratch.layers == 1
+    assert (settings.ppo.reward.rm, settings.ppo.reward.exact) == (2.0, 0.0)
+
+
+def test_overrides_leave_their_source_alone():
+    source = {"sft": {"seed": 1}}
+    assert apply_overrides(source, ["sft.seed=2", "run.store=/s"]) == {"sft": {"seed": 2}, "run": {"store": "/s"}}
+    assert source == {"sft": {"seed": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.sed=1", "sft.sed: unknown setting; did you mean 'seed'?"),
+        ("sft.seed", "set: 'sft.seed' is not of the form stage.setting=VALUE, e.g. ppo.optimizer.lr=1e-6"),
+        ("sft..seed=1", "set: 'sft..seed=1' is not of the form stage.setting=VALUE, e.g. ppo.optimizer.lr=1e-6"),
+        ("sft.seed.x=1", "set: 'sft.seed.x=1' goes below 'seed', which holds a value and no settings"),
+        ("sft.seed={", "set: the value of 'sft.seed={' is not YAML"),
+        ("sft.batch_size=63", "sft: batch_size 63 is not a multiple of trainer.ranks 2; e.g. 62 is"),
+        (
+            "ppo.batch_size=50",
+            "a rollout has prompts 16 x samples_per_prompt 4 = 64 trajectories, "
+            "which is not a multiple of batch_size 50",
+        ),
+        ("ppo.rollout.max_new_tokens=4000", "do not fit sampler.max_model_len"),
+        ("sft.epochs=1", "sft: give exactly one of `epochs` and `max_steps`"),
+        ("data.sft.path=x.jsonl", "data.sft: give exactly one of `arithmetic` and `path`"),
+        ("ppo.reward={rm: 0, exact: 0}", "every weight is 0, so nothing would be rewarded"),
+        ("sft.model.scratch.heads=3", "hidden_size 128 must be a multiple of 2 x heads 3"),
+    ],
+)
+def test_bad_settings_are_one_line_that_says_what_to_do(demo, override, message):
+    with pytest.raises(SettingsError) as caught:
+        load_pipeline(demo, ["sft.seed=0", "ppo.rollout.prompts=16", "ppo.rollout.samples_per_prompt=4", override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist; give the path of a YAML file"), ("a: [", "is not YAML"), ("- 1", "holds no settings")],
+)
+def test_files_that_are_no_pipeline(tmp_path, content, message):
+    path = tmp_path / "p.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError, match=message):
+        load_pipeline(path)
+
+
+def test_what_does_not_change_the_result_is_in_no_key(demo):
+    plain = load_pipeline(demo)
+    other = load_pipeline(
+        demo,
+        [
+            "ppo.trainer={ranks: 1, zero_stage: 3, micro_batch_size: 4, save_steps: 1, step_timeout_s: 5}",
+            "ppo.sampler.kv_cache_gib=2",
+            "ppo.generate_timeout_s=9",
+            "run.store=/elsewhere",
+            "run.tracking.tensorboard=true",
+        ],
+    )
+    for stage in ("sft", "rm", "ppo", "evaluate", "run"):
+        assert key_settings(getattr(plain, stage)) == key_settings(getattr(other, stage))
+    assert key_settings(plain.ppo) != key_settings(load_pipeline(demo, ["ppo.seed=1"]).ppo)
+
+
+def test_settings_load_without_torch():
+    code = "import sys, stages.plan; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'vllm', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
