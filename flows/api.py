@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 
 LIVE_STATES = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
+CANCEL_MESSAGE = "cancelled by `rlhf down`"
 
 
 class Api:
@@ -50,9 +51,9 @@ class Api:
             if len(page) < 200:
                 return found
 
-    def set_state(self, flow_run_id: str, kind: str, name: str, message: str) -> None:
+    def set_state(self, flow_run_id: str, kind: str, name: str, message: str, *, force: bool = False) -> None:
         state = {"type": kind, "name": name, "message": message}
-        self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state})
+        self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
 
     def artifacts(self, flow_run_id: str, **filters: Any) -> list[dict[str, Any]]:
         body = {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}, **filters}, "sort": "UPDATED_DESC"}
@@ -78,16 +79,26 @@ def live_runs(api: Api) -> list[dict[str, Any]]:
     return running + due
 
 
-def cancel_runs(api: Api, timeout_s: float) -> list[dict[str, Any]]:
-    """Cancel all live runs and wait until none is left, at most `timeout_s` seconds; returns those that are left."""
+def cancel_runs(api: Api, timeout_s: float) -> None:
+    """Cancel all live runs and wait until none is left, at most `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     asked: set[str] = set()
-    while True:
-        runs = live_runs(api)
+    while runs := live_runs(api):
         for run in runs:
-            if run["id"] not in asked and run["state_type"] != "CANCELLING":
-                api.set_state(run["id"], "CANCELLING", "Cancelling", "rlhf down")
-                asked.add(run["id"])
-        if not runs or time.monotonic() >= deadline:
-            return runs
+            if run["id"] in asked:
+                continue
+            asked.add(run["id"])
+            if run["state_type"] == "SCHEDULED":
+                # No process works on it, so nobody would ever turn Cancelling into Cancelled.
+                api.set_state(run["id"], "CANCELLED", "Cancelled", CANCEL_MESSAGE)
+            elif run["state_type"] != "CANCELLING":
+                api.set_state(run["id"], "CANCELLING", "Cancelling", CANCEL_MESSAGE)
+        if time.monotonic() >= deadline:
+            return
         time.sleep(0.5)
+
+
+def close_runs(api: Api) -> None:
+    """Mark the runs that are left Cancelled; to be called when no worker and no flow process lives any more."""
+    for run in live_runs(api):
+        api.set_state(run["id"], "CANCELLED", "Cancelled", CANCEL_MESSAGE, force=True)

@@ -1,17 +1,16 @@
-"""`python -m flows.deploy PROJECT`: the work pools, deployments and the automation of a project's Prefect server."""
+"""`python -m flows.deploy PROJECT [PIPELINE_FILE...]`: work pools, deployments and an automation on the server."""
 
 import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events import AutomationCore, EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
@@ -28,7 +27,7 @@ from stages.plan import STAGES
 # Parents wait for children of their own pool (prepare-data). If parents took all four of the pool's places they would
 # wait for ever; a queue with a limit of its own always leaves one to the children.
 PARENT_QUEUE = "pipelines"
-PARENTS_AT_ONCE = services.WORKERS["cpu"] - 1
+PARENTS_AT_ONCE = services.POOLS["cpu"] - 1
 TAG = "rlhf"
 
 
@@ -67,10 +66,6 @@ def pipeline_deployment(file: Path) -> Deployment:
     )
 
 
-def shipped_pipelines() -> list[Path]:
-    return sorted(Path(str(files("deployments"))).glob("pipelines/*.yaml"))
-
-
 def register(client: SyncPrefectClient, deployments: list[Deployment], project: Path) -> None:
     """Create or update `deployments`; flow runs work in `project`, so that relative stores lie there."""
     for deployment in deployments:
@@ -91,9 +86,12 @@ def register(client: SyncPrefectClient, deployments: list[Deployment], project: 
 
 
 def create_pools(client: SyncPrefectClient) -> None:
-    for pool in services.WORKERS:
-        template = ProcessWorker.get_default_base_job_template()
-        _unless_there(client.create_work_pool, WorkPoolCreate(name=pool, type="process", base_job_template=template))
+    template = ProcessWorker.get_default_base_job_template()
+    for name, limit in services.POOLS.items():
+        pool = WorkPoolCreate(name=name, type="process", base_job_template=template, concurrency_limit=limit)
+        _unless_there(client.create_work_pool, pool)
+        # The worker may have come first and made its pool without a limit.
+        client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=limit))
     _unless_there(client.create_work_queue, name=PARENT_QUEUE, work_pool_name="cpu", concurrency_limit=PARENTS_AT_ONCE)
 
 
@@ -116,21 +114,17 @@ def create_zombie_automation(client: SyncPrefectClient) -> None:
         within=timedelta(seconds=4 * services.HEARTBEAT_S),
     )
     crash = ChangeFlowRunState(
-        state=StateType.CRASHED, message="No heartbeat: its process or its machine has gone. Retry goes on from there."
+        name=None,
+        state=StateType.CRASHED,
+        message="No heartbeat: its process or its machine has gone. Retry goes on from there.",
+        force=False,
     )
     client.create_automation(AutomationCore(name=name, trigger=trigger, actions=[crash]))
 
 
-def register_pipeline(file: Path, project: Path) -> str:
-    """Register one pipeline file with the running server; returns the deployment's full name."""
-    deployment = pipeline_deployment(file)
-    with get_client(sync_client=True) as client:
-        register(client, [deployment], project)
-    return f"{deployment.flow.name}/{deployment.name}"
-
-
-def main(project: Path) -> None:
-    deployments = [*stage_deployments(), *map(pipeline_deployment, shipped_pipelines())]
+def main(project: Path, pipelines: list[Path]) -> None:
+    """Register all stages, and `pipelines` (none: those that are shipped)."""
+    deployments = [*stage_deployments(), *map(pipeline_deployment, pipelines or services.shipped_pipelines())]
     with get_client(sync_client=True) as client:
         _wait_for_server(client)
         create_pools(client)
@@ -155,6 +149,6 @@ def _unless_there(create: Any, *args: Any, **options: Any) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
     except (SettingsError, services.ServicesError, PrefectException, httpx.HTTPError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

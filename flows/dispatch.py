@@ -15,10 +15,10 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelling, State
+from prefect.states import Cancelling
 
 from rlhf_core.config.pipeline import RunSettings
 from rlhf_core.store.artifacts import artifact_path, read_manifest
@@ -113,7 +113,8 @@ def send(pipeline: Pipeline, node: str) -> FlowRun:
     """Create the stage's run on its pool, as a subflow of this task."""
     planned = pipeline.plan[node]
     stage = planned.stage
-    return run_deployment(
+    # Typed for coroutines too; in a task's thread it returns the run itself.
+    created: Any = run_deployment(
         f"stage-{stage.name}/{stage.pool}",
         parameters={"spec": stage_spec(pipeline, node).model_dump(mode="json")},
         flow_run_name=f"{node}-{planned.key.key[:8]}",
@@ -121,6 +122,7 @@ def send(pipeline: Pipeline, node: str) -> FlowRun:
         timeout=0,
         as_subflow=True,
     )
+    return created
 
 
 def stage_spec(pipeline: Pipeline, node: str) -> StageSpec:

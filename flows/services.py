@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from flows.api import Api, cancel_runs
+from flows.api import Api, cancel_runs, close_runs
 from flows.processes import ProcessId, alive, default_signals, descendants, end_processes, identify
 
 DEFAULT_PORT = 4200
@@ -27,7 +28,10 @@ HEARTBEAT_S = 30
 SERVER_START_S = 120.0
 CANCEL_S = 90.0
 STOP_S = 30.0
-WORKERS = {"cpu": 4, "gpu": 1}
+# Pool -> runs at once. The pool's limit and not the worker's: Prefect 3.7's worker dies ("this borrower is already
+# holding one of this CapacityLimiter's tokens") when a run that it counts itself is retried within a second of its end.
+POOLS = {"cpu": 4, "gpu": 1}
+WORKER_NAMES = [f"worker-{pool}" for pool in POOLS]
 TOML_MARK = "# Written by `rlhf up`, removed by `rlhf down`."
 
 
@@ -103,7 +107,7 @@ def up(project: Path, port: int | None = None) -> UpResult:
             )
         if "server" not in before:
             # Workers of a server that died still hold its runs; under a new server they would only confuse it.
-            _stop_processes(services, ["worker-cpu", "worker-gpu"])
+            _stop_processes(services, WORKER_NAMES)
             services.port = port or services.port
             _start_server(place, services)
         try:
@@ -127,7 +131,10 @@ def down(project: Path) -> list[str]:
         if "server" in living:
             with Api(services.api_url) as api:
                 if api.healthy():
-                    cancel_runs(api, CANCEL_S)
+                    # Without its worker a run cannot be cancelled, only closed.
+                    cancel_runs(api, CANCEL_S if set(living) == set(services.processes) else 5.0)
+                    _stop_processes(services, WORKER_NAMES)
+                    close_runs(api)
         _stop(place, services)
         return living
 
@@ -163,6 +170,22 @@ def prefect_environment(place: Place, port: int, inherited: Mapping[str, str]) -
     }
 
 
+def shipped_pipelines() -> list[Path]:
+    """The pipeline files of the installed package."""
+    return sorted(Path(str(files("deployments"))).glob("pipelines/*.yaml"))
+
+
+def register_pipeline(project: Path, services: Services, file: Path) -> None:
+    """Make the deployment `sft-rm-ppo/<stem of file>`."""
+    place = Place(project.resolve())
+    _finish_registering(place, _start_registering(place, services, [file.resolve()]))
+
+
+def overriding_variables() -> list[str]:
+    """Variables of this shell by which `prefect` would not talk to our server: they win over prefect.toml."""
+    return sorted(set(os.environ) & {"PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_HOME"})
+
+
 def port_in_use(port: int) -> bool:
     """Whether something listens on 127.0.0.1:`port`; the server binds it itself, and reports a lost race."""
     with socket.socket() as probe:
@@ -192,17 +215,25 @@ def _start_server(place: Place, services: Services) -> None:
 
 def _bring_up(place: Place, services: Services) -> None:
     # Registering spends two seconds on imports; meanwhile the server starts.
-    register = _popen(place, services, "deploy", ["-m", "flows.deploy", str(place.project)])
+    register = _start_registering(place, services, [])
     _wait_healthy(place, services)
-    for pool, limit in WORKERS.items():
+    for pool in POOLS:
         name = f"worker-{pool}"
         if name not in services.processes:
-            command = ["-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", "--limit", str(limit)]
-            _spawn(place, services, name, [*command, "--name", name])
-    if register.wait() != 0:
-        cause = first_cause(place.log("deploy").read_text())
-        raise ServicesError(f"the deployments could not be registered: {cause} (whole log: {place.log('deploy')})")
+            command = ["-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", "--name", name]
+            _spawn(place, services, name, command)
+    _finish_registering(place, register)
     _write_toml(place, services)
+
+
+def _start_registering(place: Place, services: Services, pipelines: list[Path]) -> subprocess.Popen[bytes]:
+    return _popen(place, services, "deploy", ["-m", "flows.deploy", str(place.project), *map(str, pipelines)])
+
+
+def _finish_registering(place: Place, register: subprocess.Popen[bytes]) -> None:
+    if register.wait() != 0:
+        log = place.log("deploy")
+        raise ServicesError(f"no deployments could be made: {first_cause(log.read_text())} (whole log: {log})")
 
 
 def _wait_healthy(place: Place, services: Services) -> None:
@@ -225,7 +256,7 @@ def wait_workers(place: Place, services: Services, timeout_s: float = 60.0) -> N
     """Wait until the worker of every pool has reported to the server. Raises ServicesError when one ended instead."""
     deadline = time.monotonic() + timeout_s
     with Api(services.api_url) as api:
-        for pool in WORKERS:
+        for pool in POOLS:
             name = f"worker-{pool}"
             while not _online(api, pool, name):
                 log = place.log(name)
@@ -264,7 +295,7 @@ def _popen(place: Place, services: Services, name: str, command: list[str]) -> s
 
 
 def _stop(place: Place, services: Services) -> None:
-    _stop_processes(services, ["worker-cpu", "worker-gpu"])
+    _stop_processes(services, WORKER_NAMES)
     _stop_processes(services, ["server"])
     place.record.unlink(missing_ok=True)
     _remove_toml(place)

@@ -8,7 +8,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
-from flows.dispatch import Pipeline, Reference, artifact
+from flows.dispatch import Pipeline, artifact
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
@@ -16,6 +16,9 @@ from rlhf_core.config.rl import EvaluateSettings, PpoSettings
 from rlhf_core.config.training import RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
 from stages.plan import plan_pipeline
+
+DEFAULT_RUN = RunSettings.model_validate({})
+NO_OVERRIDES: list[str] = []
 
 
 # Parameters are checked here and not by Prefect, whose messages do not say that `set` changes a single setting.
@@ -26,8 +29,8 @@ def sft_rm_ppo(
     rm: RmSettings,
     ppo: PpoSettings,
     evaluate: EvaluateSettings,
-    run: RunSettings = RunSettings(),  # noqa: B008  (frozen; its fields make the form in the UI)
-    set: list[str] = [],  # noqa: B006  (never changed)
+    run: RunSettings = DEFAULT_RUN,
+    set: list[str] = NO_OVERRIDES,
 ) -> State:
     """SFT, a reward model, PPO and an evaluation; what the store has already is reused.
 
@@ -43,7 +46,7 @@ def sft_rm_ppo(
         _log_plan(pipeline)
     except (SettingsError, StoreError) as error:
         return Failed(message=str(error))
-    futures: dict[str, PrefectFuture[Reference]] = {}
+    futures: dict[str, PrefectFuture[Any]] = {}
     try:
         for planned in plan:
             upstream = [futures[source] for source in dict.fromkeys(planned.inputs.values())]

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,7 +21,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.processes import ProcessId, alive, identify
-from flows.supervisor import StageFailed, StageStopped, Watch, supervise
+from flows.supervisor import StageFailed, StageStopped, Watch, attempt_scratch, supervise
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
@@ -75,11 +75,6 @@ FLOWS: dict[str, tuple[str, Flow[..., Any]]] = {
     "ppo": ("ppo", ppo),
     "evaluate": ("evaluate", evaluate),
 }
-
-
-def attempt_scratch(scratch: str, node: str, key: str, flow_run: str, run_count: int) -> Path:
-    """The directory of one attempt on this machine; `rlhf run` finds events.jsonl there, too."""
-    return Path(scratch).absolute() / f"{node}-{key[:12]}" / f"{flow_run[:8]}-{run_count}"
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,6 @@ class _Show:
     artifact: UUID | None = None
     progress_at: float = 0.0
     metrics_at: float = 0.0
-    latest: dict[str, Any] = field(default_factory=dict)
 
     def event(self, event: dict[str, Any]) -> None:
         try:
@@ -237,6 +231,8 @@ class _Show:
         percent = min(100.0, 100.0 * event["step"] / max(event["total"], 1))
         description = f"{self.node}: {event['phase']}, step {event['step']} of {event['total']}"
         if self.artifact is None:
-            self.artifact = create_progress_artifact(percent, key=f"progress-{self.node}", description=description)
+            # Typed for coroutines too; in a synchronous flow it returns the id itself.
+            created: Any = create_progress_artifact(percent, key=f"progress-{self.node}", description=description)
+            self.artifact = created
         else:
             update_progress_artifact(self.artifact, percent, description=description)

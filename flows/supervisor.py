@@ -91,6 +91,11 @@ def supervise(
         raise StageFailed(failure(process.returncode, tail.first_error, pump.last_line))
 
 
+def attempt_scratch(scratch: str, node: str, key: str, flow_run: str, run_count: int) -> Path:
+    """The directory of one attempt on this machine: its spec, driver.log and events.jsonl."""
+    return Path(scratch).absolute() / f"{node}-{key[:12]}" / f"{flow_run[:8]}-{run_count}"
+
+
 def failure(code: int, first_error: Mapping[str, Any] | None, last_line: str) -> str:
     """One line for a driver that ended with `code`: its first error event, else its exit and its last words."""
     if first_error is not None:
@@ -102,12 +107,12 @@ def failure(code: int, first_error: Mapping[str, Any] | None, last_line: str) ->
 
 
 class EventTail:
-    """Follows an events.jsonl from its present end. `first_error` is the first error event since then."""
+    """Follows an events.jsonl, from its present end unless `from_start`; `first_error` is the first error since then."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, from_start: bool = False):
         self.path = path
         self.first_error: dict[str, Any] | None = None
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def deliver(self, callback: Callable[[dict[str, Any]], None]) -> None:
         """Call `callback` for each whole line that has come since the last call."""

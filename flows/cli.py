@@ -1,0 +1,161 @@
+"""The `rlhf` command."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from flows import follow, services
+from flows.api import Api
+from flows.services import Services, ServicesError
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.pipeline import load_pipeline, read_pipeline
+from rlhf_core.store.artifacts import read_manifest
+from rlhf_core.store.backends import StoreError
+from rlhf_core.store.store import Store
+from stages.plan import PlannedStage, plan_pipeline
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+console = Console()
+
+PipelineFile = Annotated[Path, typer.Argument(help="A pipeline file, such as deployments/pipelines/demo.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="A dotted override, e.g. ppo.optimizer.lr=1e-6; repeatable.")
+]
+
+
+class RunFailed(Exception):
+    """The run did not complete. The message is its first cause, one line."""
+
+
+@app.command()
+def up(
+    port: Annotated[int | None, typer.Option(help="The server's port on 127.0.0.1; 4200 by default.")] = None,
+) -> None:
+    """Start this folder's Prefect server, its work pools with a worker each, and the deployments."""
+    with _one_line_errors():
+        result = services.up(Path.cwd(), port)
+        services.wait_workers(services.Place(Path.cwd()), result.services)
+    console.print(f"started: {', '.join(result.started)}" if result.started else "already up")
+    console.print(f"Prefect UI: {result.services.ui}")
+    for variable in services.overriding_variables():
+        console.print(f"note: {variable} is set in this shell and wins over prefect.toml; unset it for `prefect`")
+
+
+@app.command()
+def down() -> None:
+    """Cancel live runs, wait for them, and stop what `rlhf up` started."""
+    with _one_line_errors():
+        stopped = services.down(Path.cwd())
+    console.print(f"stopped: {', '.join(stopped)}" if stopped else "nothing was up")
+
+
+@app.command()
+def plan(pipeline: PipelineFile, overrides: Overrides = None) -> None:
+    """Say which stages a run would make and which it would reuse. Starts nothing."""
+    with _one_line_errors():
+        settings = load_pipeline(pipeline, overrides or [])
+        planned = plan_pipeline(settings)
+        published = _published(planned, Store(settings.run.store))
+    table = Table("node", "stage", "key", "")
+    for stage in planned:
+        table.add_row(stage.node, stage.stage.name, stage.key.key[:12], "reuse" if published[stage.node] else "make")
+    console.print(table)
+
+
+@app.command()
+def run(pipeline: PipelineFile, overrides: Overrides = None) -> None:
+    """Run a pipeline file on the server that `rlhf up` started, and follow it. Ctrl-C leaves the run alone."""
+    with _one_line_errors():
+        running = services.running(Path.cwd())
+        if running is None:
+            raise ServicesError("no Prefect server runs for this folder; start one with `rlhf up`")
+        _run_and_report(running, pipeline, overrides or [])
+
+
+@app.command()
+def demo() -> None:
+    """SFT, reward model and PPO on this machine: uses a running server, or starts one and stops it again."""
+    started = time.monotonic()
+    project = Path.cwd()
+    pipeline = next(file for file in services.shipped_pipelines() if file.stem == "demo")
+    with _one_line_errors():
+        running = services.running(project)
+        own = running is None
+        try:
+            if running is None:
+                console.print("starting a Prefect server and its workers")
+                running = services.up(project).services
+            memory = follow.MemoryPeak(lambda: list(running.processes.values()))
+            memory.start()
+            try:
+                _run_and_report(running, pipeline, [])
+            finally:
+                memory.stop()
+                console.print(f"peak memory of all processes: {memory.peak_bytes / 2**30:.1f} GiB")
+        finally:
+            if own:
+                services.down(project)
+            console.print(f"wall time: {time.monotonic() - started:.0f} s")
+
+
+def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> None:
+    """Raises RunFailed unless the run completes."""
+    settings = load_pipeline(pipeline, overrides)
+    planned = plan_pipeline(settings)
+    published = _published(planned, Store(settings.run.store))
+    nodes = {node: follow.NodeView(1.0, "reused") if made else follow.NodeView() for node, made in published.items()}
+    with Api(running.api_url) as api:
+        run_id = _create_run(api, running, pipeline, overrides)
+        url = f"{running.ui}/runs/flow-run/{run_id}"
+        console.print(f"run: {url}")
+        try:
+            ended = follow.follow(api, follow.RunView(run_id, nodes), console, lambda: _dead_service(running))
+        except KeyboardInterrupt:
+            console.print(f"the run goes on; cancel it with `prefect flow-run cancel {run_id}`")
+            raise
+        if ended["state_type"] != "COMPLETED":
+            raise RunFailed(f"{ended['state_name']}: {ended['state']['message']}")
+        for report in api.artifacts(run_id, key={"any_": ["report"]}, type={"any_": ["markdown"]})[:1]:
+            console.print(Markdown(report["data"]))
+        console.print(f"{ended['state']['message']}; report and plots: {url}?tab=Artifacts")
+
+
+def _create_run(api: Api, running: Services, pipeline: Path, overrides: list[str]) -> str:
+    path = f"/deployments/name/sft-rm-ppo/{pipeline.stem}"
+    try:
+        deployment = api.get(path)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != 404:
+            raise
+        services.register_pipeline(Path.cwd(), running, pipeline)
+        deployment = api.get(path)
+    # The file's own `run`, even an absent one, and not that of the registered file of the same name.
+    parameters = {"run": {}} | read_pipeline(pipeline) | {"set": overrides}
+    body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+    return api.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
+
+
+def _published(planned: list[PlannedStage], store: Store) -> dict[str, bool]:
+    return {p.node: read_manifest(store, p.stage.name, p.key.key) is not None for p in planned}
+
+
+def _dead_service(running: Services) -> str | None:
+    dead = sorted(set(running.processes) - set(running.living()))
+    return f"{dead[0]} has ended; see .rlhf/logs/{dead[0]}.log, then `rlhf up` and retry the run" if dead else None
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
