@@ -86,7 +86,7 @@ def check_model_directory(path: str) -> None:
     wanted = {
         "config.json": ["config.json"],
         "weights (*.safetensors)": ["*.safetensors"],
-        "a tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model"],
+        "tokenizer.json": ["tokenizer.json", "tokenizer.model"],
     }
     if not directory.is_dir():
         raise SettingsError(f"sft.model.path: {path} is not a directory; give a Hugging Face model directory")

@@ -1,0 +1,51 @@
+import pytest
+
+from rlhf_core.store.manifest import Manifest
+from stages.contract import ContractError, check_head, check_same_tokenizer
+
+FACTS = {
+    "tokenizer_digest": "a" * 64,
+    "chat_template_digest": "b" * 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def manifest(stage="sft", **model):
+    return Manifest(
+        stage=stage,
+        key="c" * 64,
+        key_source={},
+        attempt="x",
+        files={},
+        content_digest="0" * 64,
+        model={**FACTS, **model},
+    )
+
+
+def test_equal_tokenizers_pass():
+    check_same_tokenizer(policy=manifest(), reward=manifest("rm"))
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "shown"),
+    [
+        ("tokenizer_digest", "d" * 64, "'a' * 12... and 'd' * 12..."),
+        ("chat_template_digest", "d" * 64, ""),
+        ("eos_token_id", 5, "2 and 5"),
+        ("pad_token_id", 2, "0 and 2"),
+    ],
+)
+def test_a_difference_names_both_sides(fact, value, shown):
+    with pytest.raises(ContractError) as caught:
+        check_same_tokenizer(policy=manifest(), reward=manifest("rm", **{fact: value}))
+    message = str(caught.value)
+    assert f"policy (sft/cccccccccccc) and reward (rm/cccccccccccc) differ in {fact}" in message
+    assert shown.replace("'a' * 12", "a" * 12).replace("'d' * 12", "d" * 12) in message
+
+
+def test_a_reward_model_needs_its_head_and_statistics():
+    assert check_head("reward", manifest("rm", head={"name": "score", "mean": 1.5, "std": 0.5})) == (1.5, 0.5)
+    with pytest.raises(ContractError, match=r"reward \(sft/cccccccccccc\) has no score head; give a reward model"):
+        check_head("reward", manifest())

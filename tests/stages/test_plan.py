@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.pipeline import load_pipeline
+from rlhf_core.models.scratch import write_scratch_model
+from stages.plan import plan_pipeline
+
+
+@pytest.fixture
+def plan(project):
+    def planned(*overrides):
+        settings = load_pipeline(project / "deployments" / "pipelines" / "demo.yaml", overrides)
+        return {node.node: node for node in plan_pipeline(settings)}
+
+    return planned
+
+
+def keys(plan):
+    return {node: planned.key.key for node, planned in plan.items()}
+
+
+def changed(before, after):
+    return {node for node in before if before[node] != after[node]}
+
+
+def test_every_node_comes_after_its_inputs(plan):
+    seen = set()
+    for node, planned in plan().items():
+        assert set(planned.inputs.values()) <= seen
+        seen.add(node)
+    assert seen == {
+        "data-sft",
+        "data-pairs",
+        "data-steps",
+        "data-prompts",
+        "data-eval",
+        "sft",
+        "rm",
+        "ppo",
+        "evaluate",
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "redone"),
+    [
+        ("ppo.algorithm.kl_coef=0.7", {"ppo", "evaluate"}),
+        ("rm.optimizer.lr=0.1", {"rm", "ppo", "evaluate"}),
+        ("sft.seed=7", {"sft", "rm", "ppo", "evaluate"}),
+        ("data.sft.arithmetic.rows=10", {"data-sft", "sft", "rm", "ppo", "evaluate"}),
+        ("data.pairs.arithmetic.seed=9", {"data-pairs", "rm", "ppo", "evaluate"}),
+        ("data.steps.arithmetic.seed=9", {"data-steps"}),
+        ("data.eval.arithmetic.rows=10", {"data-eval", "ppo", "evaluate"}),
+        ("evaluate.samples_shown=3", {"evaluate"}),
+        ("ppo.trainer.ranks=1", set()),
+        ("sft.trainer.zero_stage=3", set()),
+        ("run.store=/elsewhere", set()),
+    ],
+)
+def test_only_what_depends_on_a_change_is_redone(plan, override, redone):
+    assert changed(keys(plan()), keys(plan(override))) == redone
+
+
+def test_a_data_file_enters_by_its_content_and_not_by_its_path(plan, tmp_path):
+    def with_file(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return keys(plan(f"data.sft={{path: {path}}}"))
+
+    row = json.dumps({"prompt": "1+1=", "response": "2"}) + "\n"
+    first = with_file("a.jsonl", row)
+    assert with_file("b.jsonl", row) == first
+    assert changed(first, with_file("c.jsonl", row * 2)) == {"data-sft", "sft", "rm", "ppo", "evaluate"}
+
+
+def test_a_foreign_model_enters_by_its_content(plan, tmp_path):
+    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 16, "max_position": 32}
+    made = [write_scratch_model(tmp_path / str(n), seed=seed, **sizes) for n, seed in enumerate((0, 0, 1))]
+    same, again, other = (keys(plan(f"sft.model={{path: {path}}}")) for path in made)
+    assert same == again
+    assert changed(same, other) == {"sft", "rm", "ppo", "evaluate"}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ("model.safetensors", "has no weights (*.safetensors)"),
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+    ],
+)
+def test_an_incomplete_model_directory_is_refused_before_anything_starts(plan, tmp_path, left_out, message):
+    for name in {"model.safetensors", "config.json", "tokenizer.json"} - {left_out}:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(SettingsError) as caught:
+        plan(f"sft.model={{path: {tmp_path}}}")
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.model={path: /nowhere/model}", "sft.model.path: /nowhere/model is not a directory"),
+        ("data.sft={path: /nowhere/x.jsonl}", "data.sft.path: file /nowhere/x.jsonl does not exist"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_starts(plan, override, message):
+    with pytest.raises(SettingsError) as caught:
+        plan(override)
+    assert message in str(caught.value)
