@@ -1,0 +1,140 @@
+"""Does the demo learn? The chain for seeds 0, 1, 2 with the demo's reward, and PPO again with the reward model alone.
+
+    make bench                     (all of it, about half an hour on two cores; writes docs/learning.md and its plots)
+    python tests/benchmarks/learning.py --seeds 0 --store DIRECTORY
+
+Stages run one after another through their drivers, without a server. What the store has is reused, so that a run that
+was stopped goes on.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.pipeline import PipelineSettings, load_pipeline
+from rlhf_core.store.artifacts import artifact_path, read_manifest
+from rlhf_core.store.manifest import Manifest
+from rlhf_core.store.store import Store
+from rlhf_core.tracking.plots import plot_curves
+from stages.plan import PlannedStage, plan_pipeline
+
+PROJECT = Path(__file__).resolve().parents[2]
+DEMO = PROJECT / "deployments" / "pipelines" / "demo.yaml"
+REWARDS = {"demo": [], "rm-only": ["ppo.reward={rm: 1.0, exact: 0.0}"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--store", default=str(PROJECT / ".rlhf" / "bench" / "store"))
+    parser.add_argument("--set", action="append", default=[], help="a dotted override for every run")
+    parser.add_argument("--docs", default=str(PROJECT / "docs"), help="where learning.md and its plots go")
+    arguments = parser.parse_args()
+    results = {
+        (seed, reward): run_chain(seed, reward, arguments.store, arguments.set)
+        for reward in REWARDS
+        for seed in arguments.seeds
+    }
+    write_docs(Path(arguments.docs), results, Store(arguments.store))
+
+
+def seeded(seed: int) -> list[str]:
+    """Every seed of the pipeline but that of the held-out prompts, which stay the same problems."""
+    data = [f"data.{kind}.arithmetic.seed={seed}" for kind in ("sft", "pairs", "steps", "prompts")]
+    return [*data, f"sft.model.scratch.seed={seed}", *(f"{stage}.seed={seed}" for stage in ("sft", "rm", "ppo"))]
+
+
+def run_chain(seed: int, reward: str, store_url: str, overrides: list[str]) -> dict[str, Manifest]:
+    scratch = Path(store_url).parent / "scratch"
+    settings = load_pipeline(
+        DEMO, [*seeded(seed), f"run.store={store_url}", f"run.scratch={scratch}", *REWARDS[reward], *overrides]
+    )
+    made: dict[str, Manifest] = {}
+    for planned in plan_pipeline(settings):
+        made[planned.node] = run_node(planned, settings, made)
+        print(f"seed {seed}, {reward}: {planned.node} {made[planned.node].wall_seconds:.0f} s", flush=True)
+    return made
+
+
+def run_node(planned: PlannedStage, settings: PipelineSettings, made: dict[str, Manifest]) -> Manifest:
+    store = Store(settings.run.store)
+    there = read_manifest(store, planned.stage.name, planned.key.key)
+    if there is not None:
+        return there
+    scratch = Path(settings.run.scratch) / f"{planned.node}-{planned.key.key[:12]}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    spec = {
+        "stage": planned.stage.name,
+        "node": planned.node,
+        "settings": planned.settings.model_dump(mode="json"),
+        "key": planned.key.key,
+        "key_source": planned.key.source,
+        "inputs": {name: made[node].model_dump(mode="json") for name, node in planned.inputs.items()},
+        "run": settings.run.model_dump(mode="json"),
+        "scratch": str(scratch),
+    }
+    (scratch / "spec.json").write_text(json.dumps(spec))
+    with (scratch / "driver.log").open("w") as log:
+        command = [sys.executable, "-m", planned.stage.module, "--spec", str(scratch / "spec.json")]
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    manifest = read_manifest(store, planned.stage.name, planned.key.key)
+    if code != 0 or manifest is None:
+        raise SystemExit(f"{planned.node} failed with exit code {code}; see {scratch / 'driver.log'}")
+    return manifest
+
+
+def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], store: Store) -> None:
+    lines = [
+        "# What the demo learns",
+        "",
+        "Written by `make bench` (tests/benchmarks/learning.py). Greedy exact match on the held-out problems of "
+        "deployments/pipelines/demo.yaml; RM accuracy on its held-out pairs; two CPU cores.",
+        "",
+        "| reward | seed | after SFT | RM accuracy | after PPO | gain, points | PPO, s | largest log-prob difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (seed, reward), made in results.items():
+        evaluation, rm, ppo = made["evaluate"].metrics, made["rm"].metrics, made["ppo"]
+        lines.append(
+            f"| {reward} | {seed} | {percent(evaluation['exact_match/sft'])} | {percent(rm['eval/accuracy'])} "
+            f"| {percent(evaluation['exact_match/ppo'])} | {100 * number(evaluation['gain']):+.1f} "
+            f"| {ppo.wall_seconds:.0f} | {number(ppo.metrics['parity/max']):.1e} |"
+        )
+    lines.append("")
+    for reward in REWARDS:
+        gains = [100 * number(made["evaluate"].metrics["gain"]) for (_, name), made in results.items() if name == reward]
+        lines.append(f"{reward}: median gain {statistics.median(gains):+.1f} points, smallest {min(gains):+.1f}.")
+        plot = docs / f"learning-{reward}.png"
+        draw(plot, reward, {seed: made["ppo"] for (seed, name), made in results.items() if name == reward}, store)
+        lines += ["", f"![{reward}]({plot.name})", ""]
+    docs.mkdir(exist_ok=True)
+    (docs / "learning.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def draw(path: Path, reward: str, runs: dict[int, Manifest], store: Store) -> None:
+    """The reward model's score and the truth, by step: over-optimisation is where they part."""
+    curves = {}
+    for seed, manifest in runs.items():
+        folder = f"{artifact_path(manifest.stage, manifest.key)}/{manifest.attempt}"
+        records = [json.loads(line) for line in store.read_bytes(f"{folder}/metrics.jsonl").decode().splitlines()]
+        for name, phase, label in (("reward/rm", "train", "RM score"), ("exact_match", "eval", "exact match, greedy")):
+            points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
+            curves[f"{label}, seed {seed}"] = ([s for s, _ in points], [v for _, v in points])
+    plot_curves(path, f"PPO with reward: {reward}", curves)
+
+
+def number(value: Any) -> float:
+    return float(value)
+
+
+def percent(value: Any) -> str:
+    return f"{100 * number(value):.1f} %"
+
+
+if __name__ == "__main__":
+    main()
