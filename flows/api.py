@@ -55,10 +55,6 @@ class Api:
         state = {"type": kind, "name": name, "message": message}
         self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
 
-    def artifacts(self, flow_run_id: str, **filters: Any) -> list[dict[str, Any]]:
-        body = {"artifacts": {"flow_run_id": {"any_": [flow_run_id]}, **filters}, "sort": "UPDATED_DESC"}
-        return self.post("/artifacts/filter", body)
-
     @staticmethod
     def _json(response: httpx.Response) -> Any:
         if response.is_error:

@@ -123,9 +123,9 @@ def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> 
             raise
         if ended["state_type"] != "COMPLETED":
             raise RunFailed(f"{ended['state_name']}: {ended['state']['message']}")
-        for report in api.artifacts(run_id, key={"any_": ["report"]}, type={"any_": ["markdown"]})[:1]:
-            console.print(Markdown(report["data"]))
-        console.print(f"{ended['state']['message']}; report and plots: {url}?tab=Artifacts")
+    store = Store(settings.run.store)
+    console.print(Markdown(store.read_bytes(f"reports/{run_id}/report.md").decode()))
+    console.print(f"{ended['state']['message']}; report and plots: {store.url}/reports/{run_id}")
 
 
 def _create_run(api: Api, running: Services, pipeline: Path, overrides: list[str]) -> str:

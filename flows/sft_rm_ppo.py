@@ -1,14 +1,20 @@
 """The pipeline: data sets, then SFT, the reward model, PPO and the evaluation, each made once and reused for ever."""
 
+import base64
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prefect import State, flow, get_run_logger
+from prefect.artifacts import create_image_artifact, create_markdown_artifact
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
-from flows.dispatch import Pipeline, artifact
+from flows.dispatch import Pipeline, Reference, artifact
+from flows.report import write_report
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
@@ -50,7 +56,8 @@ def sft_rm_ppo(
     try:
         for planned in plan:
             upstream = [futures[source] for source in dict.fromkeys(planned.inputs.values())]
-            futures[planned.node] = artifact.submit(planned.node, pipeline, wait_for=upstream)
+            # Prefect's overloads know `wait_for` only together with `return_state`.
+            futures[planned.node] = artifact.submit(planned.node, pipeline, wait_for=upstream, return_state=False)
         for future in futures.values():
             future.wait()
     except BaseException:
@@ -59,8 +66,9 @@ def sft_rm_ppo(
     failed = [future.state for future in futures.values() if future.state.is_failed() and not _not_ready(future.state)]
     if failed:
         return Failed(message=_cause(failed[0]))
-    references = [future.result() for future in futures.values()]
-    made = sum(not reference.reused for reference in references)
+    references: dict[str, Reference] = {node: future.result() for node, future in futures.items()}
+    publish_report(pipeline, references)
+    made = sum(not reference.reused for reference in references.values())
     return Completed(message=f"{made} artifacts made, {len(references) - made} reused")
 
 
@@ -81,6 +89,21 @@ def resolve(given: dict[str, Any], overrides: list[str]) -> PipelineSettings:
             f"{error}; a parameter replaces its whole stage, to change single settings use"
             " set, e.g. -p 'set=[\"ppo.optimizer.lr=1e-6\"]'"
         ) from None
+
+
+def publish_report(pipeline: Pipeline, references: Mapping[str, Reference]) -> None:
+    """The report in the store, and as artifacts of this run: `report`, and its plots as `report-<name>`."""
+    manifests = {node: manifest for node in references if (manifest := pipeline.manifest(node)) is not None}
+    reused = {node: reference.reused for node, reference in references.items()}
+    report = write_report(pipeline.store, manifests, reused, pipeline.flow_run)
+    markdown = report.markdown
+    for name, content in report.images.items():
+        address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        # The UI has no access to the store: images travel inside the artifact.
+        markdown = markdown.replace(f"]({name})", f"]({address})")
+        key = "report-" + re.sub(r"[^a-z0-9]+", "-", Path(name).stem.lower())
+        create_image_artifact(address, key=key, description=name)
+    create_markdown_artifact(markdown, key="report", description="what was learned")
 
 
 def _log_plan(pipeline: Pipeline) -> None:

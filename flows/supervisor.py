@@ -107,7 +107,7 @@ def failure(code: int, first_error: Mapping[str, Any] | None, last_line: str) ->
 
 
 class EventTail:
-    """Follows an events.jsonl, from its present end unless `from_start`; `first_error` is the first error since then."""
+    """Follows an events.jsonl, from its present end unless `from_start`; `first_error` is the first since then."""
 
     def __init__(self, path: Path, *, from_start: bool = False):
         self.path = path
@@ -133,7 +133,13 @@ class EventTail:
 class OutputPump(threading.Thread):
     """Copies the driver's output: all of it to `output`, at most LINES_PER_SECOND lines to `line`."""
 
-    def __init__(self, source: IO[bytes], output: IO[bytes], line: Callable[[str], None]):
+    def __init__(
+        self,
+        source: IO[bytes],
+        output: IO[bytes],
+        line: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
         super().__init__(name="driver-output", daemon=True)
         self.last_line = ""
         self._source = source
@@ -141,6 +147,7 @@ class OutputPump(threading.Thread):
         self._line = line
         self._passed: deque[float] = deque(maxlen=LINES_PER_SECOND)
         self._left_out = 0
+        self._clock = clock
 
     def run(self) -> None:
         for raw in self._source:
@@ -154,7 +161,7 @@ class OutputPump(threading.Thread):
         self._report()
 
     def _pass(self, text: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if len(self._passed) == LINES_PER_SECOND and now - self._passed[0] < 1.0:
             self._left_out += 1
             return
