@@ -90,7 +90,9 @@ def artifact(node: str, pipeline: Pipeline) -> Reference:
             state = follow(client, pipeline, child, mine)
             manifest = pipeline.manifest(node)
             if manifest is not None:
-                return pipeline.reference(node, manifest, reused=False)
+                # Another run may have published it while our child waited for the lease.
+                made_here = mine and manifest.flow_run.get("id") == str(child.id)
+                return pipeline.reference(node, manifest, reused=not made_here)
             if mine:
                 raise StageFailed(f"{node}: {cause(child.name, state)}")
 

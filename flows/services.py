@@ -216,7 +216,12 @@ def _start_server(place: Place, services: Services) -> None:
 def _bring_up(place: Place, services: Services) -> None:
     # Registering spends two seconds on imports; meanwhile the server starts.
     register = _start_registering(place, services, [])
-    _wait_healthy(place, services)
+    try:
+        _wait_healthy(place, services)
+    except ServicesError:
+        register.kill()
+        register.wait()
+        raise
     for pool in POOLS:
         name = f"worker-{pool}"
         if name not in services.processes:
