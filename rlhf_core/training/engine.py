@@ -99,6 +99,8 @@ class TrainEngine:
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.trained = optimizer is not None
         self.zero_stage = trainer.zero_stage
+        # float32 without ZeRO: DeepSpeed steps torch's AdamW itself, and keeps no gradient norm.
+        self._unwrapped = trainer.zero_stage == 0 and dtype == "float32"
         if optimizer is None:
             module.requires_grad_(False)
             module.eval()
@@ -135,21 +137,25 @@ class TrainEngine:
         batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
         totals = self._denominators(batches, objective)
         sums: dict[str, float] = {}
+        norm: Any = math.nan
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
             parts = objective.loss(batch, self.engine(**objective.forward_inputs(batch)))
             loss = _weighted(parts, totals)
             self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
+            if self._unwrapped and number == len(batches) - 1:
+                norm = nn.utils.get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
             self.engine.step()
             _add_metrics(sums, "loss", loss.detach().item(), 0.0)
             for name, (total, count) in parts.metrics.items():
                 _add_metrics(sums, name, float(total), float(count))
         lr = self.engine.get_lr()[0]
         summed = self._all_reduce(sums)
-        norm = self.engine.get_global_grad_norm()
+        if not self._unwrapped:
+            norm = self.engine.get_global_grad_norm()
         return StepResult(
             loss=summed["loss sum"],
-            grad_norm=float(norm) if norm is not None else math.nan,
+            grad_norm=float(norm),
             lr=lr,
             metrics=_means(summed),
         )
