@@ -77,7 +77,11 @@ def run(pipeline: PipelineFile, overrides: Overrides = None) -> None:
         running = services.running(Path.cwd())
         if running is None:
             raise ServicesError("no Prefect server runs for this folder; start one with `rlhf up`")
-        _run_and_report(running, pipeline, overrides or [])
+        try:
+            _run_and_report(running, pipeline, overrides or [])
+        except KeyboardInterrupt:
+            console.print("the run goes on; cancel it in the UI or with `prefect flow-run cancel`")
+            raise
 
 
 @app.command()
@@ -116,11 +120,7 @@ def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> 
         run_id = _create_run(api, running, pipeline, overrides)
         url = f"{running.ui}/runs/flow-run/{run_id}"
         console.print(f"run: {url}")
-        try:
-            ended = follow.follow(api, follow.RunView(run_id, nodes), console, lambda: _dead_service(running))
-        except KeyboardInterrupt:
-            console.print(f"the run goes on; cancel it with `prefect flow-run cancel {run_id}`")
-            raise
+        ended = follow.follow(api, follow.RunView(run_id, nodes), console, lambda: _dead_service(running))
         if ended["state_type"] != "COMPLETED":
             raise RunFailed(f"{ended['state_name']}: {ended['state']['message']}")
     store = Store(settings.run.store)

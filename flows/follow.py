@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -70,10 +71,10 @@ class RunView:
             view.text = child["state_name"].lower()
 
 
-def follow(api: Api, view: RunView, console: Console, services_alive: Callable[[], str | None]) -> dict[str, Any]:
+def follow(api: Api, view: RunView, console: Console, dead_service: Callable[[], str | None]) -> dict[str, Any]:
     """Show the run until it ends; returns the run as it ended.
 
-    `services_alive` names a service that has died, or None; without it a run would be waited for in vain.
+    `dead_service` names a service that has died, or None: a run without its worker would be waited for in vain.
     """
     columns = [
         TextColumn("{task.fields[node]:<13}"),
@@ -88,13 +89,17 @@ def follow(api: Api, view: RunView, console: Console, services_alive: Callable[[
         }
         told: dict[str, str] = {}
         while True:
-            run = view.refresh(api)
+            try:
+                run = view.refresh(api)
+            except httpx.TransportError:
+                # A busy server answers late; a dead one shows below.
+                run = None
             _draw(progress, bars, view)
             if not console.is_terminal:
                 _tell(console, view, told)
-            if run["state_type"] in FINAL_STATES:
+            if run is not None and run["state_type"] in FINAL_STATES:
                 return run
-            dead = services_alive()
+            dead = dead_service()
             if dead is not None:
                 raise ServicesError(dead)
             time.sleep(POLL_S)

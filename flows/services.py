@@ -159,8 +159,6 @@ def prefect_environment(place: Place, port: int, inherited: Mapping[str, str]) -
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
-        # With SQLite, docket logs a "database is locked" of 120 lines twice a second for a task that it then repeats.
-        "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_CLI_COLORS": "false",
         "PREFECT_LOGGING_COLORS": "false",
@@ -210,7 +208,8 @@ def _start_server(place: Place, services: Services) -> None:
             f"port {services.port} is in use by another program; choose a free one with `rlhf up --port PORT`"
         )
     command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(services.port)]
-    _spawn(place, services, "server", command)
+    # With SQLite, docket logs a "database is locked" of 120 lines twice a second for a task that it then repeats.
+    _spawn(place, services, "server", command, {"PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL"})
 
 
 def _bring_up(place: Place, services: Services) -> None:
@@ -275,8 +274,10 @@ def _online(api: Api, pool: str, name: str) -> bool:
     return any(worker["name"] == name and worker["status"] == "ONLINE" for worker in workers)
 
 
-def _spawn(place: Place, services: Services, name: str, command: list[str]) -> None:
-    process = _popen(place, services, name, command)
+def _spawn(
+    place: Place, services: Services, name: str, command: list[str], variables: Mapping[str, str] | None = None
+) -> None:
+    process = _popen(place, services, name, command, variables)
     identity = identify(process.pid)
     if identity is None:
         raise ServicesError(f"{name} ended at once: {first_cause(place.log(name).read_text())}")
@@ -284,14 +285,16 @@ def _spawn(place: Place, services: Services, name: str, command: list[str]) -> N
     _write(place, services)
 
 
-def _popen(place: Place, services: Services, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+def _popen(
+    place: Place, services: Services, name: str, command: list[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     log = place.log(name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, default_signals():
         return subprocess.Popen(
             [sys.executable, *command],
             cwd=place.project,
-            env=prefect_environment(place, services.port, os.environ),
+            env=prefect_environment(place, services.port, os.environ) | dict(variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

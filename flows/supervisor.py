@@ -88,7 +88,9 @@ def supervise(
     if watchdog.reason is not None:
         raise StageStopped(watchdog.reason)
     if process.returncode != 0:
-        raise StageFailed(failure(process.returncode, tail.first_error, pump.last_line))
+        # Negative: the guardian itself was killed, and the driver with it.
+        code = process.returncode if process.returncode > 0 else 128 - process.returncode
+        raise StageFailed(failure(code, tail.first_error, pump.last_line))
 
 
 def attempt_scratch(scratch: str, node: str, key: str, flow_run: str, run_count: int) -> Path:

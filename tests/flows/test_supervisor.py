@@ -194,6 +194,13 @@ def test_failure_names_the_role_alone_when_there_is_no_rank():
     assert failure(2, event, "") == "driver: StoreError: cannot be written"
 
 
+def test_a_killed_guardian_takes_driver_and_strays_along(run: Run, tmp_path: Path):
+    pid_file = tmp_path / "stray"
+    with pytest.raises(StageFailed, match="signal SIGKILL"):
+        run(STRAY + "os.kill(os.getppid(), 9); time.sleep(600)", str(pid_file))
+    assert identify(int(pid_file.read_text())) is None
+
+
 def test_own_children_from_before_are_left_alone(run: Run):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
