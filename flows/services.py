@@ -100,7 +100,6 @@ def up(project: Path, port: int | None = None) -> UpResult:
     with _locked(place):
         services = _read(place) or Services(port=port or DEFAULT_PORT)
         before = services.living()
-        services.processes = dict(before)
         if "server" in before and port not in (None, services.port):
             raise ServicesError(
                 f"port {port} was asked for, but the server of this folder runs on {services.port}; `rlhf down` first"
@@ -108,6 +107,9 @@ def up(project: Path, port: int | None = None) -> UpResult:
         if "server" not in before:
             # Workers of a server that died still hold its runs; under a new server they would only confuse it.
             _stop_processes(services, WORKER_NAMES)
+            before = {}
+        services.processes = dict(before)
+        if "server" not in before:
             services.port = port or services.port
             _start_server(place, services)
         try:

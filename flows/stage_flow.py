@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.processes import ProcessId, alive, identify
-from flows.supervisor import StageFailed, StageStopped, Watch, attempt_scratch, supervise
+from flows.supervisor import StageFailed, StageStopped, Watch, attempt_scratch, origin, supervise
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
@@ -41,20 +42,21 @@ def run_stage(spec: dict[str, Any]) -> State:
     stage_spec = StageSpec.model_validate(spec)
     run = _Run(stage_spec, Store(stage_spec.run.store), str(this_run.id), this_run.run_count)
     logger = get_run_logger()
-    claimed = claim(run, logger)
-    if isinstance(claimed, Manifest):
-        return Completed(message=f"{run.label} is published already; nothing to do")
     try:
-        with leases.keep_alive(claimed):
-            _drive(run, claimed, logger)
+        claimed = claim(run, logger, lambda: _cancelling(run.flow_run))
+        if isinstance(claimed, Manifest):
+            return Completed(message=f"{run.label} is published already; nothing to do")
+        try:
+            with leases.keep_alive(claimed):
+                _drive(run, claimed, logger)
+        finally:
+            claimed.release()
     except StageFailed as failed:
         logger.error("%s", failed)
         return Failed(message=str(failed))
     except StageStopped as stopped:
         logger.error("%s", stopped)
         return Cancelled(message=str(stopped)) if _cancelling(run.flow_run) else Failed(message=str(stopped))
-    finally:
-        claimed.release()
     if read_manifest(run.store, stage_spec.stage, stage_spec.key) is None:
         return Failed(message=f"the driver of {run.label} ended well, but published no manifest")
     return Completed(message=f"{run.label} is published")
@@ -93,8 +95,11 @@ class _Run:
         return attempt_scratch(self.spec.run.scratch, self.spec.node, self.spec.key, self.flow_run, self.run_count)
 
 
-def claim(run: _Run, logger: Any) -> leases.Lease | Manifest:
-    """The lease of this stage, or the manifest when there is one; waits while another run holds the lease."""
+def claim(run: _Run, logger: Any, cancelled: Callable[[], bool]) -> leases.Lease | Manifest:
+    """The lease of this stage, or the manifest when there is one; waits while another run holds the lease.
+
+    Raises StageStopped when `cancelled` says so while it waits.
+    """
     stage, key = run.spec.stage, run.spec.key
     told = False
     while True:
@@ -113,17 +118,19 @@ def claim(run: _Run, logger: Any) -> leases.Lease | Manifest:
             return manifest
         if lease is not None:
             return lease
+        if cancelled():
+            raise StageStopped("this run was cancelled while it waited for its lease")
         if not _release_for_the_dead(run.store, stage, key):
             time.sleep(LEASE_POLL_S)
 
 
 def lease_owner(flow_run: str) -> dict[str, Any]:
-    """Who holds a lease: the flow run, and the process for good (host, boot, pid, start time)."""
+    """Who holds a lease: the flow run, and the process for good (host, pid space, pid, start time)."""
     me = identify(os.getpid())
     return {
         "flow_run": flow_run,
         "host": socket.gethostname(),
-        "boot": _boot_id(),
+        "pid_space": _pid_space(),
         "pid": os.getpid(),
         "started": me.started if me else 0,
     }
@@ -132,7 +139,7 @@ def lease_owner(flow_run: str) -> dict[str, Any]:
 def _release_for_the_dead(store: Store, stage: str, key: str) -> bool:
     """Release the lease of a supervisor that was killed on this machine, rather than wait until it expires."""
     state = leases.holder(store, stage, key)
-    if state is None or not state.alive or state.owner.get("boot") != _boot_id():
+    if state is None or not state.alive or state.owner.get("pid_space") != _pid_space():
         return False
     if alive(ProcessId(state.owner["pid"], state.owner["started"])):
         return False
@@ -140,8 +147,10 @@ def _release_for_the_dead(store: Store, stage: str, key: str) -> bool:
     return True
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _pid_space() -> str:
+    """Where a pid of ours means something: this boot of this machine, and this container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _drive(run: _Run, lease: leases.Lease, logger: Any) -> None:
@@ -225,7 +234,7 @@ class _Show:
         elif kind == "summary":
             create_markdown_artifact(event["markdown"], key=f"summary-{self.node}", description=f"{self.node}")
         elif kind == "error":
-            self.logger.error("%s rank %s\n%s", event["role"], event["rank"], event["traceback"])
+            self.logger.error("%s\n%s", origin(event), event["traceback"])
 
     def _progress(self, event: dict[str, Any]) -> None:
         percent = min(100.0, 100.0 * event["step"] / max(event["total"], 1))

@@ -101,11 +101,14 @@ def attempt_scratch(scratch: str, node: str, key: str, flow_run: str, run_count:
 def failure(code: int, first_error: Mapping[str, Any] | None, last_line: str) -> str:
     """One line for a driver that ended with `code`: its first error event, else its exit and its last words."""
     if first_error is not None:
-        rank = first_error.get("rank")
-        where = first_error["role"] if rank is None else f"{first_error['role']} rank {rank}"
-        return f"{where}: {first_error['kind']}: {first_error['message']}"
+        return f"{origin(first_error)}: {first_error['kind']}: {first_error['message']}"
     ended = f"signal {signal.Signals(code - 128).name}" if code > 128 else f"exit code {code}"
     return f"the driver ended with {ended} and wrote no error; its last line: {last_line or '(none)'}"
+
+
+def origin(error: Mapping[str, Any]) -> str:
+    """Who wrote an error event: `policy rank 1`, `driver`."""
+    return error["role"] if error["rank"] is None else f"{error['role']} rank {error['rank']}"
 
 
 class EventTail:

@@ -13,6 +13,7 @@ from flows.dispatch import cause
 from flows.processes import identify
 from flows.sft_rm_ppo import resolve
 from flows.stage_flow import _Run, claim, lease_owner
+from flows.supervisor import StageStopped
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import RunSettings, read_pipeline
 from rlhf_core.store import leases
@@ -54,7 +55,7 @@ def publish_rows(run: _Run, folder: Path) -> None:
 
 
 def test_a_free_stage_is_claimed_and_the_owner_is_this_process(run: _Run):
-    lease = claim(run, logger)
+    lease = claim(run, logger, lambda: False)
     assert isinstance(lease, leases.Lease)
     held = leases.holder(run.store, "sft", run.spec.key)
     assert held is not None
@@ -63,7 +64,7 @@ def test_a_free_stage_is_claimed_and_the_owner_is_this_process(run: _Run):
 
 def test_a_published_stage_is_not_claimed_and_its_lease_is_free(run: _Run, tmp_path: Path):
     publish_rows(run, tmp_path / "out")
-    assert isinstance(claim(run, logger), Manifest)
+    assert isinstance(claim(run, logger, lambda: False), Manifest)
     held = leases.holder(run.store, "sft", run.spec.key)
     assert held is not None
     assert not held.alive
@@ -77,19 +78,19 @@ def test_the_lease_of_a_killed_supervisor_on_this_machine_is_taken_at_once(run: 
     leases.acquire(run.store, "sft", run.spec.key, owner, ttl_s=3600)
     child.kill()
     child.wait()
-    lease = claim(run, logger)
+    lease = claim(run, logger, lambda: False)
     assert isinstance(lease, leases.Lease)
     assert lease.n == 2
 
 
-@pytest.mark.parametrize("owner", [{"flow_run": "by hand"}, {"boot": "another machine", "pid": 1, "started": 1}])
+@pytest.mark.parametrize("owner", [{"flow_run": "by hand"}, {"pid_space": "another machine", "pid": 1, "started": 1}])
 def test_a_live_lease_is_waited_for_until_the_artifact_is_there(
     run: _Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: dict
 ):
     leases.acquire(run.store, "sft", run.spec.key, owner, ttl_s=3600)
     # What the holder does while this run waits.
     monkeypatch.setattr("flows.stage_flow.time.sleep", lambda seconds: publish_rows(run, tmp_path / "out"))
-    assert isinstance(claim(run, logger), Manifest)
+    assert isinstance(claim(run, logger, lambda: False), Manifest)
     held = leases.holder(run.store, "sft", run.spec.key)
     assert held is not None
     assert (held.n, held.alive) == (1, True)
@@ -98,7 +99,13 @@ def test_a_live_lease_is_waited_for_until_the_artifact_is_there(
 def test_a_live_process_of_this_machine_keeps_its_lease(run: _Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     leases.acquire(run.store, "sft", run.spec.key, lease_owner("another"), ttl_s=3600)
     monkeypatch.setattr("flows.stage_flow.time.sleep", lambda seconds: publish_rows(run, tmp_path / "out"))
-    assert isinstance(claim(run, logger), Manifest)
+    assert isinstance(claim(run, logger, lambda: False), Manifest)
+
+
+def test_a_run_that_is_cancelled_does_not_wait_on(run: _Run):
+    leases.acquire(run.store, "sft", run.spec.key, {"flow_run": "another"}, ttl_s=3600)
+    with pytest.raises(StageStopped):
+        claim(run, logger, lambda: True)
 
 
 def test_overrides_are_merged_last():

@@ -148,12 +148,19 @@ class TestRunning:
         assert "\n" not in ended["state"]["message"]
         assert children == []
 
-    def test_up_heals_a_worker_that_died(self, prefect):
-        worker = prefect.services.processes["worker-gpu"]
-        os.kill(worker.pid, signal.SIGKILL)
-        assert wait_gone([worker], 30.0) == []
+    @pytest.mark.parametrize(
+        ("killed", "started"),
+        [("worker-gpu", ["worker-gpu"]), ("server", ["server", "worker-cpu", "worker-gpu"])],
+    )
+    def test_up_heals_what_died(self, prefect, killed: str, started: list[str]):
+        running = services.running(prefect.project)
+        assert running is not None
+        victim = running.processes[killed]
+        os.kill(victim.pid, signal.SIGKILL)
+        assert wait_gone([victim], 30.0) == []
         healed = services.up(prefect.project)
-        assert healed.started == ["worker-gpu"]
+        assert healed.started == started
+        assert healed.services.port == prefect.services.port
         services.wait_workers(services.Place(prefect.project), healed.services)
 
 
