@@ -40,9 +40,7 @@ def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> A
 
     settings: EvaluateSettings = context.settings
     cluster = context.run.cluster
-    requests = greedy_requests(
-        prompts, max_new_tokens=settings.max_new_tokens, stop_token_id=tokenizer.eos_token_id
-    )
+    requests = greedy_requests(prompts, max_new_tokens=settings.max_new_tokens, stop_token_id=tokenizer.eos_token_id)
     context.events.phase("starting the sampler")
     first = context.inputs[MODELS[0]] / "model"
     sampler, starting = start_sampler(first, settings.sampler, events=context.events.path, cluster=cluster)
@@ -50,18 +48,22 @@ def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> A
         wait_for_sampler(sampler, starting, cluster)
         for version, name in enumerate(MODELS):
             if version > 0:
-                _send_directory(sampler, context.inputs[name] / "model", version, settings)
+                _send_directory(sampler, context.inputs[name] / "model", version, context)
             samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
             yield name, [completion_text(tokenizer, sample.token_ids) for sample in samples]
     finally:
         sampler.close()
 
 
-def _send_directory(sampler: Any, model: Path, version: int, settings: EvaluateSettings) -> None:
-    from rlhf_core.rollout.weight_transfer import sent_directory
+def _send_directory(sampler: Any, model: Path, version: int, context: StageContext) -> None:
+    import torch
 
-    with sent_directory(model, version, settings.sampler.dtype) as index:
-        sampler.call("update_weights", str(index), timeout_s=settings.generate_timeout_s)
+    from rlhf_core.rollout.weight_transfer import transfer_directory, write_model
+
+    settings: EvaluateSettings = context.settings
+    with transfer_directory(context.scratch) as directory:
+        index = write_model(model, directory, version, getattr(torch, settings.sampler.dtype))
+        sampler.call("update_weights", str(index.path), timeout_s=settings.generate_timeout_s)
 
 
 def _score(rows: list[dict[str, Any]], name: str, texts: list[str]) -> list[float]:

@@ -1,5 +1,6 @@
 """A Ray session for one stage: an existing cluster by address, or a local one that ends with the stage."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -30,14 +31,17 @@ def ray_session(settings: ClusterSettings, *, actors: int) -> Iterator[None]:
     small machine their number says nothing about how many processes may wait for one another.
     """
     os.environ.update(RAY_ENVIRONMENT)
-    if settings.address is None:
-        # Ray's switch for keeping a cluster of one node to loopback, on by default on desktop systems only. It
-        # replaces an _node_ip_address of 127.0.0.1 by the machine's own address otherwise.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
+    from ray._private import ray_constants
+
+    # Ray's switch for keeping a cluster of one node to loopback, on by default on desktop systems only. It replaces
+    # an _node_ip_address of 127.0.0.1 by the machine's own address otherwise. The variable is for Ray's processes:
+    # this one has read it when ray was first imported, which may have been before.
+    ray_constants.ENABLE_RAY_CLUSTER = settings.address is not None
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(settings.address is not None))
 
     if settings.address is not None:
-        ray.init(address=settings.address, log_to_driver=True, logging_level="WARNING")
+        ray.init(address=settings.address, log_to_driver=True, logging_level=logging.WARNING)
         try:
             yield
         finally:
@@ -51,7 +55,7 @@ def ray_session(settings: ClusterSettings, *, actors: int) -> Iterator[None]:
             _temp_dir=temp,
             _node_ip_address="127.0.0.1",
             log_to_driver=True,
-            logging_level="WARNING",
+            logging_level=logging.WARNING,
         )
         try:
             yield

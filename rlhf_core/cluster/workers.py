@@ -15,7 +15,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.session import ClusterError
 from rlhf_core.tracking.events import EventLog, first_error
 
-
 # One thread a rank: the number enters the bits, and ranks that share cores would starve one another with more.
 _RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -80,7 +79,7 @@ class WorkerGroup:
                 f"{ray.available_resources()} free: ask for fewer ranks or add nodes"
             )
         remote = ray.remote(RankHost)
-        self._actors = [
+        self._actors: list[Any] = [
             remote.options(
                 num_cpus=1,
                 num_gpus=gpus_per_rank,

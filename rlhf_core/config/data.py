@@ -22,22 +22,24 @@ class ArithmeticSource(Settings):
     """Sums with worked steps, a pure function of these fields (rlhf_core/data/arithmetic.py)."""
 
     rows: int = Field(gt=0, description="Rows to make from the training problems.")
-    eval_rows: int = Field(0, ge=0, description="Held-out rows beside them, made from held-out problems.")
-    seed: int = Field(0, ge=0, description="Seed of the drawing.")
-    max_number: int = Field(9, ge=1, le=999, description="Largest number in a sum.")
-    terms: tuple[int, ...] = Field((2, 3), description="How many numbers a sum may have.")
+    eval_rows: int = Field(default=0, ge=0, description="Held-out rows beside them, made from held-out problems.")
+    seed: int = Field(default=0, ge=0, description="Seed of the drawing.")
+    max_number: int = Field(default=9, ge=1, le=999, description="Largest number in a sum.")
+    terms: tuple[int, ...] = Field(default=(2, 3), description="How many numbers a sum may have.")
 
 
 class DataSource(Settings):
     """One data set: `arithmetic`, or `path` to a JSON, JSONL, CSV or Parquet file (local or s3://)."""
 
-    arithmetic: ArithmeticSource | None = Field(None, description="Generate the demo's sums.")
-    path: Annotated[str | None, Neutral] = Field(None, description="File with the rows; its content is in the key.")
-    eval_path: Annotated[str | None, Neutral] = Field(None, description="File with held-out rows.")
+    arithmetic: ArithmeticSource | None = Field(default=None, description="Generate the demo's sums.")
+    path: Annotated[str | None, Neutral] = Field(
+        default=None, description="File with the rows; its content is in the key."
+    )
+    eval_path: Annotated[str | None, Neutral] = Field(default=None, description="File with held-out rows.")
     columns: dict[str, str] = Field(
         default_factory=dict, description="Our column name -> the file's, where they differ, e.g. {response: output}."
     )
-    max_rows: int | None = Field(None, gt=0, description="Use the first rows only.")
+    max_rows: int | None = Field(default=None, gt=0, description="Use the first rows only.")
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataSource":
@@ -53,7 +55,7 @@ class DataSettings(Settings):
 
     sft: DataSource = Field(description="prompt, response")
     pairs: DataSource = Field(description="prompt, chosen, rejected; with held-out rows for the RM's accuracy")
-    steps: DataSource | None = Field(None, description="prompt, steps, labels: step-labelled solutions")
+    steps: DataSource | None = Field(default=None, description="prompt, steps, labels: step-labelled solutions")
     prompts: DataSource = Field(description="prompt, label: what the policy is trained on")
     eval: DataSource = Field(description="prompt, label: held-out prompts for greedy exact match")
 

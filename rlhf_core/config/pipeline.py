@@ -16,26 +16,36 @@ from rlhf_core.config.training import RmSettings, SftSettings
 class TrackingSettings(Settings):
     """Where metrics go beside events.jsonl and the Prefect UI."""
 
-    tensorboard: Annotated[bool, Neutral] = Field(False, description="TensorBoard files in the artifact.")
-    wandb_project: Annotated[str | None, Neutral] = Field(None, description="Weights & Biases project; null is off.")
-    wandb_mode: Annotated[str, Neutral] = Field("offline", pattern="^(online|offline)$", description="W&B mode.")
+    tensorboard: Annotated[bool, Neutral] = Field(default=False, description="TensorBoard files in the artifact.")
+    wandb_project: Annotated[str | None, Neutral] = Field(
+        default=None, description="Weights & Biases project; null is off."
+    )
+    wandb_mode: Annotated[str, Neutral] = Field(
+        default="offline", pattern="^(online|offline)$", description="W&B mode."
+    )
 
 
 class ClusterSettings(Settings):
     """The Ray cluster. The API keys of services are environment variables, never settings."""
 
     address: Annotated[str | None, Neutral] = Field(
-        None, description="An existing Ray cluster; null starts a local one."
+        default=None, description="An existing Ray cluster; null starts a local one."
     )
-    start_timeout_s: Annotated[float, Neutral] = Field(600.0, gt=0, description="Longest wait for ranks and engines.")
+    start_timeout_s: Annotated[float, Neutral] = Field(
+        default=600.0, gt=0, description="Longest wait for ranks and engines."
+    )
 
 
 class RunSettings(Settings):
     """Where a run keeps things. None of it changes what is trained."""
 
-    store: Annotated[str, Neutral] = Field(".rlhf/store", description="Directory or s3:// URL for artifacts.")
-    scratch: Annotated[str, Neutral] = Field(".rlhf/scratch", description="Node-local directory for work in progress.")
-    lease_ttl_s: Annotated[float, Neutral] = Field(60.0, ge=5, description="A lease not renewed for this long is free.")
+    store: Annotated[str, Neutral] = Field(default=".rlhf/store", description="Directory or s3:// URL for artifacts.")
+    scratch: Annotated[str, Neutral] = Field(
+        default=".rlhf/scratch", description="Node-local directory for work in progress."
+    )
+    lease_ttl_s: Annotated[float, Neutral] = Field(
+        default=60.0, ge=5, description="A lease not renewed for this long is free."
+    )
     tracking: TrackingSettings = Field(default_factory=TrackingSettings, description="TensorBoard and W&B.")
     cluster: ClusterSettings = Field(default_factory=ClusterSettings, description="Ray.")
 

@@ -13,10 +13,12 @@ class RolloutSettings(Settings):
     """What is sampled in each step. A rollout holds prompts x samples_per_prompt trajectories."""
 
     prompts: int = Field(gt=0, description="Prompts in a rollout.")
-    samples_per_prompt: int = Field(1, gt=0, description="Responses drawn for each prompt.")
+    samples_per_prompt: int = Field(default=1, gt=0, description="Responses drawn for each prompt.")
     max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
     max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
-    temperature: float = Field(1.0, ge=0.01, description="Sampling temperature; log-probs of the trainer use it too.")
+    temperature: float = Field(
+        default=1.0, ge=0.01, description="Sampling temperature; log-probs of the trainer use it too."
+    )
 
     @property
     def trajectories(self) -> int:
@@ -26,8 +28,12 @@ class RolloutSettings(Settings):
 class RewardSettings(Settings):
     """Weighted sum of rewards, given at the last token. A source of weight 0 is measured and not trained on."""
 
-    rm: float = Field(1.0, description="Weight of the reward model's score, normalised by its held-out mean and std.")
-    exact: float = Field(0.0, description="Weight of the exact verifier: 1 if the answer equals the label, else 0.")
+    rm: float = Field(
+        default=1.0, description="Weight of the reward model's score, normalised by its held-out mean and std."
+    )
+    exact: float = Field(
+        default=0.0, description="Weight of the exact verifier: 1 if the answer equals the label, else 0."
+    )
 
     @model_validator(mode="after")
     def _some_reward(self) -> "RewardSettings":
@@ -39,21 +45,23 @@ class RewardSettings(Settings):
 class AlgorithmSettings(Settings):
     """PPO (Schulman et al. 2017) with a critic and a KL penalty in the reward (Ouyang et al. 2022)."""
 
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of GAE.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
-    value_clip: float = Field(0.2, gt=0, description="Values move at most this far from those of the rollout.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of GAE.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="GAE's lambda.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
+    value_clip: float = Field(default=0.2, gt=0, description="Values move at most this far from those of the rollout.")
     kl_coef: float = Field(
-        0.05, ge=0, description="Weight of the k1 KL estimate against the SFT policy, in the reward."
+        default=0.05, ge=0, description="Weight of the k1 KL estimate against the SFT policy, in the reward."
     )
-    whiten_advantages: bool = Field(True, description="Advantages of a rollout get mean 0 and standard deviation 1.")
+    whiten_advantages: bool = Field(
+        default=True, description="Advantages of a rollout get mean 0 and standard deviation 1."
+    )
 
 
 class CriticSettings(Settings):
     optimizer: OptimizerSettings = Field(description="The critic's learning rate and schedule.")
-    init: Literal["rm", "sft"] = Field("rm", description="Which model's weights the critic starts from.")
-    warmup_steps: int = Field(0, ge=0, description="Rollouts that train the critic alone.")
+    init: Literal["rm", "sft"] = Field(default="rm", description="Which model's weights the critic starts from.")
+    warmup_steps: int = Field(default=0, ge=0, description="Rollouts that train the critic alone.")
 
 
 class PpoSettings(Settings):
@@ -64,13 +72,19 @@ class PpoSettings(Settings):
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings, description="Loss and advantages.")
     steps: int = Field(gt=0, description="Rollouts; each is followed by `epochs` passes over it.")
     batch_size: int = Field(gt=0, description="Trajectories an optimizer step sees, over all ranks.")
-    epochs: int = Field(1, gt=0, description="Passes over a rollout.")
-    seed: int = Field(0, ge=0, description="Order of prompts, sampling, order of trajectories.")
-    dtype: Dtype = Field("bfloat16", description="Trained weights' dtype; bfloat16 trains with fp32 master weights.")
-    eval_steps: int | None = Field(None, gt=0, description="Steps between greedy evaluations; first and last always.")
+    epochs: int = Field(default=1, gt=0, description="Passes over a rollout.")
+    seed: int = Field(default=0, ge=0, description="Order of prompts, sampling, order of trajectories.")
+    dtype: Dtype = Field(
+        default="bfloat16", description="Trained weights' dtype; bfloat16 trains with fp32 master weights."
+    )
+    eval_steps: int | None = Field(
+        default=None, gt=0, description="Steps between greedy evaluations; first and last always."
+    )
     sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
     trainer: TrainerSettings = Field(default_factory=TrainerSettings, description="Ranks, ZeRO, saving.")
-    generate_timeout_s: Annotated[float, Neutral] = Field(1800.0, gt=0, description="Longest wait for a rollout.")
+    generate_timeout_s: Annotated[float, Neutral] = Field(
+        default=1800.0, gt=0, description="Longest wait for a rollout."
+    )
 
     @model_validator(mode="after")
     def _equations(self) -> "PpoSettings":
@@ -94,9 +108,11 @@ class EvaluateSettings(Settings):
 
     max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
     max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
-    samples_shown: int = Field(10, ge=0, description="Generations shown in the report.")
+    samples_shown: int = Field(default=10, ge=0, description="Generations shown in the report.")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
-    generate_timeout_s: Annotated[float, Neutral] = Field(1800.0, gt=0, description="Longest wait for the samples.")
+    generate_timeout_s: Annotated[float, Neutral] = Field(
+        default=1800.0, gt=0, description="Longest wait for the samples."
+    )
 
     @model_validator(mode="after")
     def _equations(self) -> "EvaluateSettings":

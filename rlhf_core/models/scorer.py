@@ -3,6 +3,8 @@
 Legend: B sequences, T tokens.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -15,11 +17,15 @@ class Scorer(nn.Module):
         super().__init__()
         self.lm = lm
 
+    @property
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.lm.score)
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Scores (B, T) float32, one at every token. input_ids, attention_mask: (B, T), padded on the right."""
         backbone = getattr(self.lm, self.lm.base_model_prefix)
         hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return self.lm.score(hidden).squeeze(-1).float()
+        return self.head(hidden).squeeze(-1).float()
 
 
 def last_token_scores(scores_BT: Tensor, attention_mask: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ def load_scorer(directory: str, *, dtype: torch.dtype, attention: str, pad_token
 
 def initialise_head(scorer: Scorer, seed: int) -> None:
     """Draws the head anew: normal, standard deviation 1 / sqrt(hidden + 1) (Stiennon et al. 2020, section C.2)."""
-    weight = scorer.lm.score.weight
+    weight = scorer.head.weight
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
     with torch.no_grad():

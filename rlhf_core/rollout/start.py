@@ -6,7 +6,7 @@ from typing import Any
 from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.sampler import SamplerSettings
-from rlhf_core.rollout.sampler import sampler_environment
+from rlhf_core.rollout.environment import sampler_environment
 
 SAMPLER = "rlhf_core.rollout.sampler:Sampler"
 
@@ -21,7 +21,7 @@ def start_sampler(
         SAMPLER,
         1,
         events=events,
-        environment=sampler_environment(settings),
+        environment=sampler_environment(),
         start_timeout_s=cluster.start_timeout_s,
         gpus_per_rank=device["gpus_per_rank"] * settings.tensor_parallel_size,
     )

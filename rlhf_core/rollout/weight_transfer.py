@@ -12,7 +12,9 @@ vLLM is not imported here; `register` is the entry point by which vLLM finds the
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from safetensors.torch import load, load_file, save
 
 BACKEND = "rlhf_shm"
 INDEX = "index.json"
+BUCKET_BYTES = 512 * 2**20
 TIED_HEAD = "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHOWN_NAMES = 5
@@ -129,6 +132,24 @@ class TransferWriter:
         self._buckets.append(Bucket(file, hashlib.sha256(content).hexdigest(), tuple(self._pending)))
         self._pending = {}
         self._pending_bytes = 0
+
+
+@contextmanager
+def transfer_directory(fallback: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new directory for one transfer, in shared memory where there is any, else below `fallback`; gone afterwards."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="rlhf-weights-", dir=shared if shared.is_dir() else fallback) as directory:
+        yield Path(directory)
+
+
+def write_model(model_dir: str | os.PathLike[str], directory: Path, version: int, dtype: torch.dtype) -> TransferIndex:
+    """A transfer of the weights of a Hugging Face directory, in `dtype`."""
+    writer = TransferWriter(directory, version, BUCKET_BYTES)
+    for file in sorted(Path(model_dir).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                writer.add(name, tensors.get_tensor(name).to(dtype))
+    return writer.finish()
 
 
 def read_model_spec(model_dir: str | os.PathLike[str], dtype: torch.dtype) -> ModelSpec:

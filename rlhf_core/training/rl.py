@@ -10,16 +10,14 @@ import torch
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, rank_slice
 from rlhf_core.models.policy import load_policy
-from rlhf_core.models.scorer import initialise_head, last_token_scores, load_scorer
+from rlhf_core.models.scorer import Scorer, initialise_head, last_token_scores, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.rollout.trajectory import Trajectory
-from rlhf_core.rollout.weight_transfer import TransferWriter
+from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered
 from rlhf_core.training.experience import Experience, Scored, build_experience, experience_batch, kl_per_token
 from rlhf_core.training.rank import Job, TrainerRank
 from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
-
-_BUCKET_BYTES = 512 * 2**20
 
 
 class RlTrainer(TrainerRank):
@@ -106,7 +104,7 @@ class RlTrainer(TrainerRank):
 
     def write_weights(self, directory: str, version: int) -> str | None:
         """The policy's weights as a transfer; the path of its index on rank 0. Every rank has to call this."""
-        writer = TransferWriter(directory, version, _BUCKET_BYTES) if self.rank == 0 else None
+        writer = TransferWriter(directory, version, BUCKET_BYTES) if self.rank == 0 else None
         dtype = getattr(torch, self.settings.sampler.dtype)
         for name, tensor in self.policy.full_parameters():
             if writer is not None:
@@ -146,7 +144,7 @@ class RlTrainer(TrainerRank):
         attention = self.settings.trainer.attention
         return load_policy(str(directory), dtype=TORCH_DTYPE[self.settings.dtype], attention=attention)
 
-    def _scorer_module(self, directory: Path) -> torch.nn.Module:
+    def _scorer_module(self, directory: Path) -> Scorer:
         return load_scorer(
             str(directory),
             dtype=TORCH_DTYPE[self.settings.dtype],
@@ -154,11 +152,11 @@ class RlTrainer(TrainerRank):
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _critic_module(self, directory: Path) -> torch.nn.Module:
+    def _critic_module(self, directory: Path) -> Scorer:
         """A head that predicts nothing yet: values start near 0, whatever scale the reward model's scores have."""
         scorer = self._scorer_module(directory)
-        with gathered([scorer.lm.score.weight], self.settings.trainer.zero_stage, modifier_rank=0):  # type: ignore[union-attr]
-            initialise_head(scorer, self.settings.seed)  # type: ignore[arg-type]
+        with gathered([scorer.head.weight], self.settings.trainer.zero_stage, modifier_rank=0):
+            initialise_head(scorer, self.settings.seed)
         return scorer
 
 

@@ -1,11 +1,8 @@
 """PPO's loop: sample, score, reward, train, send the weights. The driver of one trainer group and one sampler."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.rollout.sample import Sample
 from rlhf_core.rollout.trajectory import Trajectory, single_turn
 from rlhf_core.rollout.verifiers import exact
+from rlhf_core.rollout.weight_transfer import transfer_directory
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
@@ -134,15 +132,11 @@ class PpoRun:
         return self.sampler.call("generate", requests, timeout_s=self.settings.generate_timeout_s)[0]
 
     def _send_weights(self, version: int) -> None:
-        """The policy's weights into the sampler, through a directory in shared memory that is gone afterwards."""
+        """The policy's weights into the sampler."""
         limit = self.settings.trainer.step_timeout_s
-        base = "/dev/shm" if Path("/dev/shm").is_dir() else self.job.scratch
-        directory = tempfile.mkdtemp(prefix="rlhf-weights-", dir=base)
-        try:
-            index = self.trainers.call("write_weights", directory, version, timeout_s=limit)[0]
+        with transfer_directory(self.job.scratch) as directory:
+            index = self.trainers.call("write_weights", str(directory), version, timeout_s=limit)[0]
             self.sampler.call("update_weights", index, timeout_s=limit)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _evaluate(self, step: int) -> None:
         """Greedy exact match on the held-out prompts."""

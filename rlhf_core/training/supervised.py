@@ -166,7 +166,7 @@ class RmTrainer(SupervisedTrainer):
             attention=settings.trainer.attention,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        with gathered([scorer.lm.score.weight], settings.trainer.zero_stage, modifier_rank=0):
+        with gathered([scorer.head.weight], settings.trainer.zero_stage, modifier_rank=0):
             initialise_head(scorer, settings.seed)
         return scorer
 

@@ -106,10 +106,11 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
         )
     lines.append("")
     for reward in REWARDS:
-        gains = [100 * number(made["evaluate"].metrics["gain"]) for (_, name), made in results.items() if name == reward]
+        chains = {seed: made for (seed, name), made in results.items() if name == reward}
+        gains = [100 * number(made["evaluate"].metrics["gain"]) for made in chains.values()]
         lines.append(f"{reward}: median gain {statistics.median(gains):+.1f} points, smallest {min(gains):+.1f}.")
         plot = docs / f"learning-{reward}.png"
-        draw(plot, reward, {seed: made["ppo"] for (seed, name), made in results.items() if name == reward}, store)
+        draw(plot, reward, {seed: made["ppo"] for seed, made in chains.items()}, store)
         lines += ["", f"![{reward}]({plot.name})", ""]
     docs.mkdir(exist_ok=True)
     (docs / "learning.md").write_text("\n".join(lines))

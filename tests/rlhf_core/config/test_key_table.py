@@ -27,7 +27,7 @@ def test_fields_defaults_and_marks_change_only_with_the_stage_version():
         changed = [row for row in now["fields"] if row not in before["fields"]]
         gone = [row for row in before["fields"] if row not in now["fields"]]
         assert now["version"] == before["version"], f"{name}: version raised; write the table anew (see above)"
-        assert not changed and not gone, f"{name}: changed {changed}, gone {gone}; raise its version, then the table"
+        assert not changed + gone, f"{name}: changed {changed}, gone {gone}; raise its version, then the table"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rlhf_core.config.sampler import SamplerSettings
+from rlhf_core.rollout.environment import sampler_environment
 from rlhf_core.rollout.sampler import (
     EngineBroken,
     Sample,
@@ -25,7 +26,6 @@ from rlhf_core.rollout.sampler import (
     SampleRequest,
     SamplerError,
     sample_seed,
-    sampler_environment,
 )
 from rlhf_core.rollout.weight_transfer import WeightTransferError
 
@@ -42,7 +42,7 @@ BaseManager.register("patch", patch)
 
 @contextmanager
 def process() -> Iterator[Any]:
-    environment = sampler_environment(FP32)
+    environment = sampler_environment()
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     manager = BaseManager(ctx=get_context("spawn"))

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config.sampler import SamplerSettings
+from rlhf_core.rollout.environment import sampler_environment
 from rlhf_core.rollout.sampler import (
     Sampler,
     SampleRequest,
     SamplerError,
     check_requests,
     engine_arguments,
-    sampler_environment,
 )
 
 REQUEST = SampleRequest(41, (1, 5, 63), 8, 1.0, 1.0, 3, (2,))
@@ -104,17 +104,17 @@ def test_a_misspelt_setting_is_refused():
 
 
 def test_the_environment_fixes_threads_and_keeps_the_engine_in_its_owners_process():
-    environment = sampler_environment(SamplerSettings(), threads=2)
+    environment = sampler_environment(threads=2)
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert all(isinstance(value, str) for value in environment.values())
-    with pytest.raises(SamplerError, match="threads is 0"):
-        sampler_environment(SamplerSettings(), threads=0)
+    with pytest.raises(ValueError, match="threads is 0"):
+        sampler_environment(threads=0)
 
 
 @pytest.mark.parametrize("absent", ["VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"])
 def test_a_process_without_that_environment_is_refused(absent: str, untied: Any, monkeypatch: pytest.MonkeyPatch):
-    for name, value in sampler_environment(SamplerSettings()).items():
+    for name, value in sampler_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(absent)
     with pytest.raises(SamplerError, match=r"sampler_environment\(\)"):
@@ -122,7 +122,7 @@ def test_a_process_without_that_environment_is_refused(absent: str, untied: Any,
 
 
 def test_a_model_directory_without_weights_is_named(tmp_path: Path, untied: Any, monkeypatch: pytest.MonkeyPatch):
-    for name, value in sampler_environment(SamplerSettings()).items():
+    for name, value in sampler_environment().items():
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text((untied.directory / "config.json").read_text())
     loaded = "vllm" in sys.modules
