@@ -31,11 +31,16 @@ class StepResult:
 
 
 def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettings | None) -> dict[str, Any]:
-    """DeepSpeed's configuration. Gradient accumulation is 1: the engine below sets the boundaries itself."""
+    """DeepSpeed's configuration. Gradient accumulation is 1: the engine below sets the boundaries itself.
+
+    A bfloat16 model in training with zero_stage 0 gets stage 1: DeepSpeed has no float32 master weights with float32
+    accumulation below it.
+    """
+    trained_in_bf16 = optimizer is not None and dtype == "bfloat16"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": trainer.zero_stage},
+        "zero_optimization": {"stage": max(1, trainer.zero_stage) if trained_in_bf16 else trainer.zero_stage},
         "bf16": {"enabled": dtype == "bfloat16"},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
@@ -44,7 +49,7 @@ def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettin
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     if optimizer is None:
         return config
-    if dtype == "bfloat16":
+    if trained_in_bf16:
         # Gradients of many micro-batches add up in float32: in bfloat16 small ones would be swallowed.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if trainer.offload_optimizer:
@@ -136,6 +141,7 @@ class TrainEngine:
         self.engine.train()
         batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
         totals = self._denominators(batches, objective)
+        lr = self.engine.get_lr()[0]  # before the step, which moves the schedule on
         sums: dict[str, float] = {}
         norm: Any = math.nan
         for number, batch in enumerate(batches):
@@ -149,7 +155,6 @@ class TrainEngine:
             _add_metrics(sums, "loss", loss.detach().item(), 0.0)
             for name, (total, count) in parts.metrics.items():
                 _add_metrics(sums, name, float(total), float(count))
-        lr = self.engine.get_lr()[0]
         summed = self._all_reduce(sums)
         if not self._unwrapped:
             norm = self.engine.get_global_grad_norm()

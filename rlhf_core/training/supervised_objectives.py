@@ -48,7 +48,8 @@ class PairwiseObjective:
 
     def loss(self, batch: Batch, outputs: Tensor) -> LossParts:
         real = batch["weight"] > 0
-        chosen, rejected = last_token_scores(outputs, batch["attention_mask"]).chunk(2)
+        scores = last_token_scores(outputs, batch["attention_mask"])
+        chosen, rejected = (select(half, real) for half in scores.chunk(2))
         losses = pairwise_sigmoid_loss(chosen, rejected)
         both = torch.cat([chosen, rejected]).detach()
         real_both = torch.cat([real, real])
@@ -56,7 +57,7 @@ class PairwiseObjective:
         return LossParts(
             {"pairwise": Term(masked_sum(losses, real))},
             {
-                "accuracy": ((select(chosen - rejected, real) > 0).sum(), count),
+                "accuracy": ((chosen > rejected).sum(), count),
                 "margin": (masked_sum((chosen - rejected).detach(), real), count),
                 "score": (masked_sum(both, real_both), 2 * count),
                 "score squared": (masked_sum(both.double() ** 2, real_both), 2 * count),

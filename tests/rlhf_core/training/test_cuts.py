@@ -1,6 +1,6 @@
-"""Gradient and logged loss do not depend on how a step was cut: against plain PyTorch, one sample at a time, unpadded."""
+"""Gradient and loss do not depend on how a step was cut: against plain PyTorch, sample by sample, unpadded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 pytestmark = pytest.mark.engines
 
+LR, STEPS = 0.5, 2
+
 # With eps = 1 an update of AdamW is almost proportional to the gradient, and so shows its scale; a small eps hides it.
 OPTIMIZER = {
-    "lr": 0.5,
+    "lr": LR,
     "eps": 1.0,
     "betas": (0.9, 0.95),
     "weight_decay": 0.01,
@@ -22,7 +24,6 @@ OPTIMIZER = {
     "warmup_ratio": 0.0,
     "max_grad_norm": 1e9,
 }
-STEPS = 2
 
 # (ranks, samples in a micro-batch) for 8 samples
 CUTS = [(1, 8), (1, 2), (2, 4), (2, 1)]
@@ -58,7 +59,7 @@ def policy_loss(model: Any, samples: Any) -> Tensor:
             ratio = torch.exp(logprobs[start + t - 1, ids[start + t]] - float(s["logprobs"][t]))
             advantage = float(s["advantages"][t])
             bound = 1.2 if advantage > 0 else 0.8
-            outside = float(ratio) > bound if advantage > 0 else float(ratio) < bound
+            outside = ratio.item() > bound if advantage > 0 else ratio.item() < bound
             losses.append(torch.tensor(-bound * advantage) if outside else -ratio * advantage)
     return torch.stack(losses).mean()
 
@@ -72,10 +73,10 @@ def value_loss(model: Any, samples: Any) -> Tensor:
         start = len(s["prompt_ids"])
         for t in np.flatnonzero(s["action_mask"]):
             value, old, target = values[start + t - 1], float(s["values"][t]), float(s["returns"][t])
-            near = min(max(float(value), old - 0.2), old + 0.2)
-            moved = value if near == float(value) else torch.tensor(near)
+            near = min(max(value.item(), old - 0.2), old + 0.2)
+            moved = value if near == value.item() else torch.tensor(near)
             errors = [(value - target) ** 2, (moved - target) ** 2]
-            losses.append(0.5 * max(errors, key=float))
+            losses.append(0.5 * max(errors, key=Tensor.item))
     return torch.stack(losses).mean()
 
 
@@ -88,21 +89,22 @@ KINDS: dict[str, tuple[str, str, Callable[[Any, Any], Tensor]]] = {
 
 
 def plain_training(
-    kind: str, directory: str, samples: Any, *, steps: int = STEPS, max_norm: float = 1e9
+    kind: str, directory: str, samples: Any, *, lrs: Sequence[float] = (LR,) * STEPS, max_norm: float = 1e9
 ) -> tuple[dict[str, np.ndarray], list[float], list[float]]:
-    """torch's AdamW on the whole batch: (parameters, losses, gradient norms)."""
+    """torch's AdamW on the whole batch, a step for each of `lrs`: (parameters, losses, gradient norms)."""
     auto = AutoModelForCausalLM if kind in ("sft", "policy") else AutoModelForSequenceClassification
     model = auto.from_pretrained(directory, attn_implementation="eager")
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        lr=0.5,
         eps=1.0,
         betas=(0.9, 0.95),
     )
     losses, norms = [], []
-    for _ in range(steps):
+    for lr in lrs:
+        for group in adam.param_groups:
+            group["lr"] = lr
         adam.zero_grad()
         loss = KINDS[kind][2](model, samples)
         loss.backward()
@@ -121,7 +123,7 @@ def plain(request: pytest.FixtureRequest) -> Callable[[str], Any]:
         if kind not in cache:
             model, samples, _ = KINDS[kind]
             directory = request.getfixturevalue(model)
-            start, _, _ = plain_training(kind, directory, [], steps=0)
+            start, _, _ = plain_training(kind, directory, [], lrs=[])
             cache[kind] = (start, *plain_training(kind, directory, request.getfixturevalue(samples)))
         return cache[kind]
 
@@ -180,7 +182,7 @@ def test_step_of_other_objectives_is_the_global_mean(
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_gradient_is_clipped_by_its_norm_over_ranks(groups: Any, llama: str, exchanges: Any, zero_stage: int) -> None:
-    start, _, _ = plain_training("sft", llama, [], steps=0)
+    start, _, _ = plain_training("sft", llama, [], lrs=[])
     parameters, losses, norms = plain_training("sft", llama, exchanges, max_norm=0.1)
     assert min(norms) > 0.2  # so that it clips
     trained = groups[2].run(
@@ -213,3 +215,22 @@ def test_recomputed_activations_change_nothing(
         checkpointing=True,
     )[0]
     assert_same_training(trained, plain("sft"))
+
+
+def test_schedule_sets_the_learning_rate_that_is_logged(groups: Any, llama: str, exchanges: Any) -> None:
+    """Two steps of warm-up, then down to 0 over two: 1/2, 2/2, 2/2, 1/2 of the peak."""
+    lrs = [0.25, 0.5, 0.5, 0.25]
+    expected = plain_training("sft", llama, exchanges, lrs=lrs)
+    trained = groups[2].run(
+        "train",
+        kind="sft",
+        model=llama,
+        zero_stage=2,
+        samples=exchanges,
+        micro_batch_size=2,
+        steps=4,
+        total_steps=4,
+        optimizer={**OPTIMIZER, "schedule": "linear", "warmup_ratio": 0.5, "min_lr_ratio": 0.0},
+    )[0]
+    assert trained["lr"] == pytest.approx(lrs)
+    assert_same_training(trained, (plain_training("sft", llama, [], lrs=[])[0], *expected))

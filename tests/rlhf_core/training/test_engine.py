@@ -1,0 +1,225 @@
+"""The DeepSpeed engine on real ranks: resume to the bit, master weights, whole parameters, schedules, empty steps."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+pytestmark = pytest.mark.engines
+
+ADAM = {"lr": 5e-3, "weight_decay": 0.1, "warmup_ratio": 0.2, "schedule": "cosine"}
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """Every tensor and number in a directory of DeepSpeed's files, by file and place."""
+    found: dict[str, Tensor] = {}
+
+    def walk(value: Any, place: str) -> None:
+        if isinstance(value, Tensor):
+            found[place] = value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[place] = torch.tensor(value, dtype=torch.float64)
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                walk(inner, f"{place}/{name}")
+        elif isinstance(value, list | tuple):
+            for number, inner in enumerate(value):
+                walk(inner, f"{place}/{number}")
+
+    for file in sorted(path.rglob("*.pt")):
+        walk(torch.load(file, weights_only=False), str(file.relative_to(path)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype", "model"),
+    [
+        (0, "float32", "llama"),
+        (1, "float32", "llama"),
+        (2, "float32", "llama_dropout"),
+        (3, "float32", "llama"),
+        (0, "bfloat16", "llama"),
+        (2, "bfloat16", "llama"),
+        (3, "bfloat16", "llama_dropout"),
+    ],
+)
+def test_resume_is_bit_equal(
+    groups: Any,
+    request: pytest.FixtureRequest,
+    exchanges: Any,
+    tmp_path: Path,
+    zero_stage: int,
+    dtype: str,
+    model: str,
+) -> None:
+    done = groups[2].run(
+        "resume",
+        model=request.getfixturevalue(model),
+        zero_stage=zero_stage,
+        dtype=dtype,
+        samples=exchanges,
+        before=3,
+        after=3,
+        optimizer=ADAM,
+        directory=str(tmp_path),
+    )
+    for rank in done:
+        assert rank["resumed"] == rank["straight"]  # losses and learning rates, to the bit
+        assert rank["resumed_digest"] == rank["straight_digest"] == done[0]["straight_digest"]
+        assert len({lr for _, lr in rank["straight"]}) > 3  # the schedule moves, so going on with it shows
+        assert len({loss for loss, _ in rank["straight"]}) == 6
+    straight, resumed = tensors_of(tmp_path / "straight"), tensors_of(tmp_path / "resumed")
+    moments = [place for place in straight if "exp_avg" in place]
+    assert len(moments) >= 2
+    assert all(straight[place].abs().sum() > 0 for place in moments if "exp_avg_sq" in place)
+    assert straight.keys() == resumed.keys()
+    different = [place for place in straight if not torch.equal(straight[place], resumed[place])]
+    assert different == []
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_checkpoint_before_any_step(groups: Any, llama: str, exchanges: Any, tmp_path: Path, zero_stage: int) -> None:
+    """PPO saves a policy that has not been trained yet while the critic warms up."""
+    given = {"model": llama, "zero_stage": zero_stage, "dtype": "float32", "samples": exchanges, "optimizer": ADAM}
+    done = groups[2].run("resume", **given, before=0, after=2, directory=str(tmp_path))
+    for rank in done:
+        assert rank["resumed"] == rank["straight"]
+        assert rank["resumed_digest"] == rank["straight_digest"]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_bfloat16_trains_master_weights_in_float32(groups: Any, llama: str, exchanges: Any, zero_stage: int) -> None:
+    """Norm weights start at 1, where bfloat16's neighbour below is 1 - 2**-8: no single update of 5e-4 can move them,
+    twelve of them in float32 can.
+    """
+    assert torch.tensor(1.0, dtype=torch.bfloat16) - 5e-4 == 1.0
+    trained = groups[2].run(
+        "train",
+        kind="sft",
+        model=llama,
+        zero_stage=zero_stage,
+        samples=exchanges,
+        micro_batch_size=2,
+        steps=12,
+        dtype="bfloat16",
+        optimizer={"lr": 5e-4, "schedule": "constant", "warmup_ratio": 0.0},
+    )[0]
+    norms = {name: array for name, array in trained["parameters"].items() if "norm" in name}
+    assert len(norms) == 5
+    moved = sum(int((array != 1.0).sum()) for array in norms.values())
+    assert moved > 20
+    assert trained["loss"][-1] < trained["loss"][0]
+    assert all(math.isfinite(norm) and norm > 0 for norm in trained["grad_norm"])
+
+
+@pytest.mark.parametrize(("kind", "model"), [("sft", "llama"), ("sft", "llama_tied"), ("rm", "scorer")])
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 3)])
+def test_full_parameters_are_those_of_the_checkpoint(
+    groups: Any, request: pytest.FixtureRequest, kind: str, model: str, ranks: int, zero_stage: int
+) -> None:
+    directory = request.getfixturevalue(model)
+    wanted = load_file(Path(directory) / "model.safetensors")
+    for found in groups[ranks].run("gathered", kind=kind, model=directory, zero_stage=zero_stage, bucket=3000):
+        assert found.keys() == wanted.keys()
+        for name, array in found.items():
+            assert np.array_equal(array, wanted[name]), name
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize("model", ["llama", "llama_tied"])
+def test_exported_policy_loads_as_a_causal_model(
+    groups: Any,
+    request: pytest.FixtureRequest,
+    exchanges: Any,
+    tmp_path: Path,
+    model: str,
+    ranks: int,
+    zero_stage: int,
+) -> None:
+    directory = request.getfixturevalue(model)
+    given = {"kind": "sft", "model": directory, "zero_stage": zero_stage, "samples": exchanges}
+    groups[ranks].run("export", **given, directory=str(tmp_path / "exported"))
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert exported.config.tie_word_embeddings == (model == "llama_tied")
+    before = AutoModelForCausalLM.from_pretrained(directory)
+    for (name, old), new in zip(before.named_parameters(), exported.parameters(), strict=True):
+        assert not torch.equal(old, new), name  # the step is in it
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 3)])
+def test_exported_reward_model_gives_the_scores_it_was_trained_with(
+    groups: Any, scorer: str, pairs: Any, tmp_path: Path, ranks: int, zero_stage: int
+) -> None:
+    """In Hugging Face's own forward, alone, padded right and padded left beside longer rows."""
+    given = {"kind": "rm", "model": scorer, "zero_stage": zero_stage, "samples": pairs}
+    ours = groups[ranks].run("export", **given, directory=str(tmp_path / "exported"))[0]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
+    rows = [ids for pair in pairs for ids, _ in pair]
+    width = max(map(len, rows))
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in rows]
+        for side in ("right", "left"):
+            fill = [(0,) * (width - len(ids)) for ids in rows]
+            mask = [[0] * len(pad) + [1] * len(ids) for pad, ids in zip(fill, rows, strict=True)]
+            padded = [(*pad, *ids) for pad, ids in zip(fill, rows, strict=True)]
+            if side == "right":
+                mask = [row[::-1] for row in mask]
+                padded = [(*ids, *pad) for pad, ids in zip(fill, rows, strict=True)]
+            theirs = model(input_ids=torch.tensor(padded), attention_mask=torch.tensor(mask)).logits[:, 0]
+            assert theirs.tolist() == pytest.approx(ours[side], abs=1e-5)
+    assert np.std(alone) > 0.1  # scores that differ, or equality says nothing
+    for way in ("alone", "right", "left"):
+        assert ours[way] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_step_without_a_token_is_refused_on_every_rank(
+    groups: Any, llama: str, exchanges: Any, zero_stage: int
+) -> None:
+    done = groups[2].run("all_masked", model=llama, zero_stage=zero_stage, samples=exchanges)
+    message = "this optimizer step has nothing to average for nll: every row is masked"
+    assert [one["message"] for one in done] == [message, message]
+    # One rank without a token is no error: the step is the other rank's, and the loss is the same on both.
+    assert done[0]["losses"] == done[1]["losses"]
+    assert done[0]["finite"]
+
+
+def test_sft_loss_is_hugging_faces_own(groups: Any, llama: str, exchanges: Any) -> None:
+    from rlhf_core.data.batches import Exchange
+    from rlhf_core.training.supervised_objectives import sft_batch
+
+    batch = sft_batch([Exchange(*row) for row in exchanges], 0)
+    labels = torch.where(batch["loss_mask"], batch["input_ids"], -100)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.item()
+    given = {"kind": "sft", "model": llama, "zero_stage": 2, "samples": exchanges, "optimizer": {"lr": 1e-3}}
+    trained = groups[2].run("train", **given, micro_batch_size=4)[0]
+    assert trained["loss"] == pytest.approx([loss], rel=1e-6)
+    assert trained["metrics"][0]["nll"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # 2 of 10 steps warm up: 1/2, 2/2; then 8 steps from 1 down to 0.1.
+        (
+            {"schedule": "linear", "warmup_ratio": 0.2, "min_lr_ratio": 0.1},
+            [0.5, 1.0, 1.0, 0.8875, 0.775, 0.6625, 0.55, 0.4375, 0.325, 0.2125, 0.1],
+        ),
+        # cos(pi * k / 4) for k = 0..4 is 1, 0.7071, 0, -0.7071, -1.
+        ({"schedule": "cosine", "warmup_ratio": 0.0, "min_lr_ratio": 0.0}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+        ({"schedule": "constant", "warmup_ratio": 0.3, "min_lr_ratio": 0.1}, [0.5, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_learning_rate_factor(groups: Any, settings: dict[str, Any], expected: list[float]) -> None:
+    factors = groups[1].run("lr_factors", settings=settings, total_steps=len(expected) - 1)[0]
+    assert factors == pytest.approx(expected, abs=1e-6)
