@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -143,7 +143,7 @@ class WorkerGroup:
         others, _ = ray.wait(pending, num_returns=len(pending), timeout=_PEERS_S) if pending else ([], [])
         errors = [error, *(found for found in map(_error_of, others) if found is not None)]
         written = first_error(self._events_path)
-        if any(isinstance(found, RayActorError) for found in errors):
+        if any(isinstance(found, _PROCESS_ENDED) for found in errors):
             killed = f"{self.role}: a rank's process ended during {method}, killed from outside or out of memory"
             own = written and not _is_broken_connection(written["message"])
             return _line(written) if written and own else killed
@@ -159,13 +159,15 @@ class WorkerGroup:
         remove_placement_group(self._placement)
 
 
+# Ray's memory monitor, a lost node and a crash have errors of their own beside that of a dead actor.
+_PROCESS_ENDED = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 _PEERS_S = 3.0  # how long the peers of a failed rank are given to fail too
 
 
 def _error_of(reference: Any) -> Exception | None:
     try:
         ray.get(reference)
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         return error
     return None
 

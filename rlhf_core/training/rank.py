@@ -90,6 +90,7 @@ class TrainerRank(ABC):
 
 def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: ClusterSettings) -> "WorkerGroup":
     """A group of `trainer.ranks` ranks of class `target` ("module:Class"), joined in one process group."""
+    from rlhf_core.cluster.session import ClusterError
     from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 
     group = WorkerGroup(
@@ -101,10 +102,14 @@ def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: Clu
         **rank_environment(),
     )
     limit = cluster.start_timeout_s
-    group.call("__init__", per_rank=[(rank, trainer.ranks, job) for rank in range(trainer.ranks)], timeout_s=limit)
-    host = LOOPBACK if cluster.address is None else group.node_address(0)
-    port = group.call_rank(0, "open_rendezvous", host, timeout_s=limit)
-    group.call("join", host, port, timeout_s=limit)
+    try:
+        group.call("__init__", per_rank=[(rank, trainer.ranks, job) for rank in range(trainer.ranks)], timeout_s=limit)
+        host = LOOPBACK if cluster.address is None else group.node_address(0)
+        port = group.call_rank(0, "open_rendezvous", host, timeout_s=limit)
+        group.call("join", host, port, timeout_s=limit)
+    except ClusterError:
+        group.close()  # its actors would hold the accelerators
+        raise
     return group
 
 
