@@ -9,14 +9,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
 from rlhf_core.training.objective import Batch, LossParts, Objective
+from rlhf_core.training.process import accelerator
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_initialize: Any = deepspeed.initialize  # its annotations leave out parameter groups and torch's schedulers
 _TAG = "engine"  # DeepSpeed's name for the one checkpoint below a directory
 
 
@@ -57,7 +58,7 @@ def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettin
     config["gradient_clipping"] = optimizer.max_grad_norm
     adam: dict[str, Any] = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
     adam["weight_decay"] = optimizer.weight_decay
-    if get_accelerator().device_name() == "cpu":
+    if accelerator().device_name() == "cpu":
         adam["torch_adam"] = True  # the fused Adam is a CUDA kernel
     config["optimizer"] = {"type": "AdamW", "params": adam}
     return config
@@ -99,7 +100,7 @@ class TrainEngine:
         config = ds_config(dtype, trainer, optimizer)
         # transformers holds it weakly and looks at it while weights are loaded: alive until the module is built.
         zero3_config = HfDeepSpeedConfig(config) if trainer.zero_stage == 3 else None
-        module = build()
+        module: Any = build()
         del zero3_config
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.trained = optimizer is not None
@@ -112,8 +113,8 @@ class TrainEngine:
             self.engine, self.module = self._frozen(module, config)
             return
         if trainer.activation_checkpointing:
-            module.lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator,union-attr]
-        self.engine, *_ = deepspeed.initialize(
+            module.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.engine, *_ = _initialize(
             model=module,
             model_parameters=_parameter_groups(module, optimizer.weight_decay),
             config=config,
@@ -123,10 +124,10 @@ class TrainEngine:
         self.module = self.engine.module
         self.device = self.engine.device
 
-    def _frozen(self, module: nn.Module, config: dict[str, Any]) -> tuple[Any, nn.Module]:
-        self.device = torch.device(get_accelerator().current_device_name())
+    def _frozen(self, module: Any, config: dict[str, Any]) -> tuple[Any, Any]:
+        self.device = torch.device(accelerator().current_device_name())
         if self.zero_stage == 3:
-            engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+            engine, *_ = _initialize(model=module, config=config, dist_init_required=False)
             return engine, engine.module
         return module.to(self.device), module
 
@@ -235,7 +236,7 @@ class TrainEngine:
         """The model in Hugging Face layout, written by rank 0. Every rank calls this."""
         state = {name: tensor for name, tensor in self.full_parameters() if self.rank == 0}
         if self.rank == 0:
-            self.module.lm.save_pretrained(directory, state_dict=state)  # type: ignore[operator,union-attr]
+            self.module.lm.save_pretrained(directory, state_dict=state)
         dist.barrier()
 
     # -- training checkpoints -----------------------------------------------------------------------------------

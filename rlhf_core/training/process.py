@@ -3,13 +3,21 @@
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def accelerator() -> Any:
+    """DeepSpeed's accelerator: the GPU's, or the CPU's under DS_ACCELERATOR=cpu."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
 
 
 def open_rendezvous(host: str, ranks: int) -> TCPStore:
@@ -20,16 +28,14 @@ def open_rendezvous(host: str, ranks: int) -> TCPStore:
 def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = None) -> None:
     """Joins the process group as `rank` of `ranks`, through rank 0's store at host:port."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ.setdefault("LOCAL_RANK", "0")
     store = store or TCPStore(host, port, ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-    backend = get_accelerator().communication_backend_name()
-    if get_accelerator().device_name() == "cpu":
-        backend = "gloo"
+    on_cpu = accelerator().device_name() == "cpu"
+    backend = "gloo" if on_cpu else accelerator().communication_backend_name()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 

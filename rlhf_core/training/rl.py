@@ -10,7 +10,7 @@ import torch
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, rank_slice
 from rlhf_core.models.policy import load_policy
-from rlhf_core.models.scorer import Scorer, initialise_head, last_token_scores, load_scorer
+from rlhf_core.models.scorer import Scorer, last_token_scores, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
@@ -153,10 +153,10 @@ class RlTrainer(TrainerRank):
         )
 
     def _critic_module(self, directory: Path) -> Scorer:
-        """A head that predicts nothing yet: values start near 0, whatever scale the reward model's scores have."""
+        """A head of zeros: values start at 0, whatever scale the reward model's scores have."""
         scorer = self._scorer_module(directory)
-        with gathered([scorer.head.weight], self.settings.trainer.zero_stage, modifier_rank=0):
-            initialise_head(scorer, self.settings.seed)
+        with gathered([scorer.head.weight], self.settings.trainer.zero_stage, modifier_rank=0), torch.no_grad():
+            scorer.head.weight.zero_()
         return scorer
 
 

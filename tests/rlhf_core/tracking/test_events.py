@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_core.tracking.events import EventLog, first_error, read_events
 
-
 WRITE_MANY = """
 import sys
 from rlhf_core.tracking.events import EventLog

@@ -1,7 +1,6 @@
 """Ranks that serve all tests here, a small Llama on disk, and samples of different lengths for every objective."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +137,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
