@@ -1,6 +1,8 @@
 """What a trainer rank does to its process before and around training: torch.distributed, threads, RNG."""
 
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,21 @@ def accelerator() -> Any:
 
 
 def open_rendezvous(host: str, ranks: int) -> TCPStore:
-    """A store on a port that the kernel chooses: nobody else can take it in between. Rank 0 calls this."""
-    return TCPStore(host, 0, ranks, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+    """A store on a port that the kernel chooses: nobody else can take it in between. Rank 0 calls this.
+
+    Left to itself it would listen on every interface; here on that of `host` alone.
+    """
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = None) -> None:
@@ -33,6 +48,8 @@ def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = N
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ.setdefault("LOCAL_RANK", "0")
+    if ipaddress.ip_address(host).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the address that the host name stands for
     store = store or TCPStore(host, port, ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     on_cpu = accelerator().device_name() == "cpu"
     backend = "gloo" if on_cpu else accelerator().communication_backend_name()

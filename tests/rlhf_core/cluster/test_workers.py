@@ -22,9 +22,13 @@ pytestmark = pytest.mark.engines
 LONG = 60.0  # no test waits for it: a ClusterError that names it came by the deadline
 
 
+_BEFORE: set[int] = set()  # children that other tests had started
+
+
 @pytest.fixture(scope="module")
 def session() -> Iterator[ExitStack]:
     """A local Ray of 2 actors, which the last test ends by closing it."""
+    _BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where Ray's workers find plain_rank
         stack.enter_context(ray_session(ClusterSettings(), actors=2))
@@ -136,8 +140,8 @@ def test_group_larger_than_the_cluster_is_refused(session: ExitStack, events: Pa
 
 
 def ray_processes() -> list[psutil.Process]:
-    """Descendants of this process: Ray's servers, the raylet and its workers."""
-    return psutil.Process().children(recursive=True)
+    """Descendants of this process that the session started: Ray's servers, the raylet and its workers."""
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in _BEFORE]
 
 
 def is_loopback(ip: str) -> bool:
@@ -148,7 +152,7 @@ def is_loopback(ip: str) -> bool:
 
 
 def test_every_listening_socket_is_on_loopback(group_of_two: WorkerGroup) -> None:
-    processes = [psutil.Process(), *ray_processes()]
+    processes = [psutil.Process(), *ray_processes()]  # the driver listens too
     assert any("raylet" in process.name() for process in processes)
     listening = [
         (process.name(), connection.laddr)

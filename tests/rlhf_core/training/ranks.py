@@ -269,6 +269,17 @@ def all_masked(rank: int, ranks: int, *, model: str, zero_stage: int, samples: S
     return {"message": message, "losses": [partly.loss, after.loss], "finite": math.isfinite(after.grad_norm)}
 
 
+def listening(rank: int, ranks: int) -> list[str]:
+    """Addresses that this rank listens on, once its group has talked."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+    sockets = psutil.Process().net_connections("inet")
+    return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
+
+
 def lr_factors(rank: int, ranks: int, *, settings: dict[str, Any], total_steps: int) -> list[float]:
     from rlhf_core.config.training import OptimizerSettings
     from rlhf_core.training.engine import lr_factor

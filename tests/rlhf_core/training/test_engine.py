@@ -223,3 +223,9 @@ def test_sft_loss_is_hugging_faces_own(groups: Any, llama: str, exchanges: Any) 
 def test_learning_rate_factor(groups: Any, settings: dict[str, Any], expected: list[float]) -> None:
     factors = groups[1].run("lr_factors", settings=settings, total_steps=len(expected) - 1)[0]
     assert factors == pytest.approx(expected, abs=1e-6)
+
+
+def test_ranks_on_loopback_listen_nowhere_else(groups: Any) -> None:
+    addresses = groups[2].run("listening")
+    assert addresses[0]  # the rendezvous store of rank 0
+    assert {ip.removeprefix("::ffff:") for one in addresses for ip in one} == {"127.0.0.1"}
