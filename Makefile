@@ -10,6 +10,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 ifneq ($(PIP_CERT),)
 export SSL_CERT_FILE ?= $(PIP_CERT)
 endif
+# Without compiled modules every process would spend seconds on compiling torch, transformers and Ray anew.
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed's CUDA extensions are built when first used, not at installation.
 export DS_BUILD_OPS := 0
 # The general index has no CPU build of torch: without one in the find-links directory, uv knows where to ask.
@@ -26,7 +28,7 @@ $(STAMP): pyproject.toml deployments/constraints.txt deployments/overrides.txt
 	@command -v c++ >/dev/null || { echo "error: no C++ compiler (c++) found; vLLM and DeepSpeed compile kernels at first use: install g++" >&2; exit 1; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_BACKEND) \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) \
 		--constraints deployments/constraints.txt --overrides deployments/overrides.txt --editable '.[cpu,dev]'
 	touch $(STAMP)
 

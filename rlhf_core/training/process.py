@@ -58,9 +58,12 @@ def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = N
 
 
 def save_rng(directory: Path, rank: int) -> None:
-    """torch's generator state of this rank; all other randomness is derived from seeds and positions."""
-    save_file({"cpu": torch.get_rng_state()}, directory / f"rng-{rank}.safetensors")
+    """torch's generator states of this rank; all other randomness is derived from seeds and positions."""
+    states = {"cpu": torch.get_rng_state(), "device": accelerator().get_rng_state()}
+    save_file(states, directory / f"rng-{rank}.safetensors")
 
 
 def load_rng(directory: Path, rank: int) -> None:
-    torch.set_rng_state(load_file(directory / f"rng-{rank}.safetensors")["cpu"])
+    states = load_file(directory / f"rng-{rank}.safetensors")
+    torch.set_rng_state(states["cpu"])
+    accelerator().set_rng_state(states["device"])
