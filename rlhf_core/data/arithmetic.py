@@ -132,11 +132,6 @@ def prompt_rows(spec: ArithmeticSpec) -> list[Row]:
     return [{"prompt": problem(t), "label": str(sum(t))} for t in _passes(spec, _rng(spec, "prompts"))]
 
 
-def verify(completion: str, label: str) -> bool:
-    """Whether the completion has exactly one `#` and the text after it, stripped, is the label. No partial credit."""
-    return completion.count("#") == 1 and completion.rpartition("#")[2].strip() == label
-
-
 def problem(terms: Terms) -> str:
     """`3+4+5=` for (3, 4, 5)."""
     return "+".join(map(str, terms)) + "="

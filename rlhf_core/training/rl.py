@@ -88,10 +88,7 @@ class RlTrainer(TrainerRank):
         trains_policy = step > self.settings.critic.warmup_steps
         sums: dict[str, list[float]] = {}
         for epoch in range(self.settings.epochs):
-            order = SampleOrder(len(scored), _order_seed(self.settings.seed, step)).ids(
-                epoch * len(scored), len(scored)
-            )
-            for ids in chunks(order, self.settings.batch_size):
+            for ids in chunks(order.ids(epoch * len(scored), len(scored)), self.settings.batch_size):
                 batches = self._micro_batches(experience, ids)
                 results = {"critic": self.critic.step(batches, self.value_objective)}
                 if trains_policy:

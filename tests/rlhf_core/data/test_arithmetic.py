@@ -18,9 +18,9 @@ from rlhf_core.data.arithmetic import (
     sft_rows,
     solution,
     step_rows,
-    verify,
     wrong_solutions,
 )
+from rlhf_core.rollout.verifiers import exact
 
 TRAIN = ArithmeticSpec(seed=0)
 HELDOUT = ArithmeticSpec(seed=0, split="heldout")
@@ -107,7 +107,7 @@ def test_pairs_are_one_right_and_one_wrong_solution_of_one_form(split):
     for row in pair_rows(replace(TRAIN, split=split, rows=2000)):
         answer = row["chosen"].rpartition("#")[2]
         assert is_right(row["prompt"], row["chosen"])
-        assert not verify(row["rejected"], answer)
+        assert not exact(row["rejected"], answer)
         shape = [re.sub(r"\d+", "n", row[side]) for side in ("chosen", "rejected")]
         assert shape[0] == shape[1]
         *_, (_, _, last) = STEP.findall(row["rejected"])
@@ -131,7 +131,7 @@ def test_every_problem_has_wrong_solutions_and_all_are_wrong():
     for terms in problems(TRAIN) + problems(HELDOUT):
         wrong = wrong_solutions(terms, 9)
         assert wrong
-        assert not any(verify("".join(w.steps), str(sum(terms))) for w in wrong)
+        assert not any(exact("".join(w.steps), str(sum(terms))) for w in wrong)
 
 
 def test_step_labels_are_true_until_the_first_wrong_step():
@@ -159,24 +159,6 @@ def test_prompts_carry_the_true_answer_and_never_repeat():
     assert all(int(r["label"]) == sum(int(t) for t in re.findall(r"\d+", r["prompt"])) for r in rows)
     with pytest.raises(ValueError, match=f"rows is 5000, but the heldout split has {len(rows)} problems"):
         prompt_rows(replace(HELDOUT, rows=5000))
-
-
-@pytest.mark.parametrize(
-    ("completion", "exact"),
-    [
-        ("3+4=7,7+5=12#12", True),
-        ("nonsense # 12 ", True),
-        ("3+4=7,7+5=12#13", False),
-        ("3+4=7,7+5=12#2", False),
-        ("3+4=7,7+5=12#012", False),
-        ("3+4=7,7+5=12", False),
-        ("12", False),
-        ("#12#12", False),
-        ("", False),
-    ],
-)
-def test_the_verifier_is_exact(completion, exact):
-    assert verify(completion, "12") is exact
 
 
 @pytest.mark.parametrize(
