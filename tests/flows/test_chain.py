@@ -50,6 +50,7 @@ SMALL = [
     "ppo.rollout.samples_per_prompt=2",
     "ppo.batch_size=8",
     "ppo.steps=6",
+    "ppo.critic.warmup_steps=1",
     "ppo.eval_steps=3",
     "ppo.trainer={ranks: 2, zero_stage: 2, micro_batch_size: 4, save_steps: 2}",
     "run.tracking={tensorboard: true, wandb_project: chain-test}",
@@ -157,7 +158,7 @@ def wait_until(condition: Callable[[], Any], limit_s: float = 800) -> Any:
 
 
 def events_of(chain: Chain, node: str) -> list[Path]:
-    return sorted((chain.project / "scratch").glob(f"{node}-*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    return sorted((chain.project / "scratch").glob(f"{node}-*/*/events.jsonl"), key=lambda path: path.stat().st_mtime)
 
 
 def kill_when(chain: Chain, node: str, step: int) -> None:
@@ -231,9 +232,9 @@ def test_sampler_and_trainer_agree_after_every_transfer(chain: Chain, killed_and
     assert manifest is not None
     train = [r for r in chain.lines(manifest, "metrics.jsonl") if r["phase"] == "train"]
     assert all(record["parity/max"] < 1e-3 for record in train)
-    assert all(record["policy/grad_norm"] > 0 for record in train)  # so every step sends other weights
-    assert train[0]["kl"] == 0.0  # the policy is its reference before the first update, and not after it
-    assert all(record["kl"] != 0.0 for record in train[1:])
+    # One step of the critic alone; then every step sends other weights, and the policy leaves its reference.
+    assert ["policy/grad_norm" in record for record in train] == [False, True, True, True, True, True]
+    assert [record["kl"] != 0.0 for record in train] == [False, False, True, True, True, True]
 
 
 def test_the_artifacts_load_as_what_they_are(chain: Chain, killed_and_retried: str, tmp_path: Path):
