@@ -53,7 +53,7 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest -m engines
 
-# What takes longer: seeds, reward-model-only runs, parity in bf16. Resumable; figures go into docs/.
+# What takes longer: three seeds, the reward model alone, bfloat16. Resumable; figures go into docs/learning.md.
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/learning.py
 
