@@ -22,14 +22,15 @@ TORCH_BACKEND := $(if $(TORCH_WHEEL),,--torch-backend cpu)
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml deployments/constraints.txt deployments/overrides.txt
+$(STAMP): pyproject.toml deployments/constraints.txt deployments/constraints-cpu.txt deployments/overrides.txt
 	@[ "$$(uname -sm)" = "Linux x86_64" ] || { echo "error: this is $$(uname -sm); the CPU set has wheels for Linux x86_64 only: use such a machine" >&2; exit 1; }
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or give PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v c++ >/dev/null || { echo "error: no C++ compiler (c++) found; vLLM and DeepSpeed compile kernels at first use: install g++" >&2; exit 1; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) \
-		--constraints deployments/constraints.txt --overrides deployments/overrides.txt --editable '.[cpu,dev]'
+		--constraints deployments/constraints.txt --constraints deployments/constraints-cpu.txt \
+		--overrides deployments/overrides.txt --editable '.[cpu,dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
