@@ -12,12 +12,9 @@ import fsspec
 
 from rlhf_core.config.data import DATASET_COLUMNS, ArithmeticSource, DataSource
 from rlhf_core.data import arithmetic
+from rlhf_core.data.errors import DataError
 
 Row = dict[str, Any]
-
-
-class DataError(Exception):
-    """Data that cannot be used. One line: file, what is wrong, what to do."""
 
 
 def load_rows(kind: str, source: DataSource) -> tuple[list[Row], list[Row]]:
