@@ -1,9 +1,12 @@
 """The metrics of a stage: kept in metrics.jsonl, sent on as events, and to TensorBoard and W&B when asked for.
 
-A training checkpoint takes the history along, so curves of a resumed stage have no gap and nothing twice.
+A training checkpoint takes the history along, so curves of a resumed stage have no gap and nothing twice. Its records
+and samples are JSON: a NaN or infinity, which JSON lacks, is the string 'nan', 'inf' or '-inf', as in the manifest.
 """
 
 import json
+import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,50 +16,61 @@ from rlhf_core.tracking.events import EventLog
 
 
 class History:
-    """Metrics by step and phase."""
+    """Metrics by step and phase, and the samples shown on the way."""
 
     def __init__(self, directory: Path, events: EventLog, tracking: TrackingSettings, *, run_name: str, config: dict):
         self.events = events
         self.records: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self._directory = directory
         self._path = directory / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard = _open_tensorboard(directory) if tracking.tensorboard else None
         self._wandb = _open_wandb(directory, tracking, run_name, config) if tracking.wandb_project else None
 
     def add(self, step: int, values: Mapping[str, float], phase: str = "train") -> None:
-        record = {"step": step, "phase": phase, **{name: float(value) for name, value in values.items()}}
+        record = {"step": step, "phase": phase, **{name: _json_number(value) for name, value in values.items()}}
         self.records.append(record)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.events.metrics(step, values, phase)
         self._track(record)
 
-    def replace(self, records: list[dict[str, Any]]) -> None:
-        """Takes over the records of a training checkpoint."""
-        self.records = list(records)
+    def add_sample(self, step: int, *, reward: float, **texts: str) -> None:
+        self.samples.append({"step": step, **texts, "reward": _json_number(reward)})
+        self.events.write("sample", **self.samples[-1])
+
+    def replace(self, records: list[dict[str, Any]], samples: list[dict[str, Any]]) -> None:
+        """Takes over the records and samples of a training checkpoint."""
+        self.records, self.samples = list(records), list(samples)
         self._path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         for record in records:
             self._track(record)
 
     def curve(self, name: str, phase: str = "train") -> tuple[list[int], list[float]]:
-        """(steps, values) of one metric."""
-        points = [(r["step"], r[name]) for r in self.records if r["phase"] == phase and name in r]
+        """(steps, values) of one metric. A NaN or infinity stays one: a plot leaves it out, a last value shows it."""
+        points = [(r["step"], float(r[name])) for r in self.records if r["phase"] == phase and name in r]
         return [step for step, _ in points], [value for _, value in points]
 
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            _close_wandb(self._wandb, self._directory / "wandb")
 
     def _track(self, record: dict[str, Any]) -> None:
         step, phase = record["step"], record["phase"]
-        values = {f"{phase}/{name}": value for name, value in record.items() if name not in ("step", "phase")}
+        values = {f"{phase}/{name}": float(value) for name, value in record.items() if name not in ("step", "phase")}
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({**values, "step": step})
+
+
+def _json_number(value: float) -> float | str:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
 
 
 def _open_tensorboard(directory: Path) -> Any:
@@ -74,7 +88,30 @@ def _open_wandb(directory: Path, tracking: TrackingSettings, run_name: str, conf
         dir=str(directory),
         mode="offline" if tracking.wandb_mode == "offline" else "online",
         config=config,
-        settings=wandb.Settings(silent=True, x_disable_stats=True, x_disable_meta=True),
+        # The files are published: no host name, no output, no command line, no repository.
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            host="rlhf-flows",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+        ),
     )
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _close_wandb(run: Any, directory: Path) -> None:
+    """Ends the run and leaves of its files what is to be published: not the logs, which hold this machine's paths."""
+    import wandb
+
+    run.finish()
+    wandb.teardown()  # finish() returns before an offline run's file is written
+    for leftover in (*directory.glob("*/logs"), *directory.glob("*/tmp")):
+        shutil.rmtree(leftover)
+    for link in directory.iterdir():
+        if link.is_symlink():
+            link.unlink()

@@ -1,15 +1,20 @@
-"""Training checkpoints as the driver sees them: where to go on from, and how one is made whole."""
+"""Training checkpoints as the driver sees them: where to go on from, and how one is made whole.
+
+Loads without torch and Ray.
+"""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.training import TrainerSettings
 from rlhf_core.store.checkpoints import Checkpoint, complete, newest_complete, rotate
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
 from rlhf_core.training.rank import Job
+
+if TYPE_CHECKING:
+    from rlhf_core.cluster.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +23,7 @@ class ResumeError(Exception):
     """A training checkpoint that this group of ranks cannot load. One line."""
 
 
-def resume_point(group: WorkerGroup, job: Job, store: Store, history: History, *, timeout_s: float) -> int:
+def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History, *, timeout_s: float) -> int:
     """Restores the newest complete training checkpoint on every rank; its step, or 0 where there is none."""
     checkpoint, skipped = newest_complete(store, job.stage, job.key)
     for name in skipped:
@@ -27,7 +32,7 @@ def resume_point(group: WorkerGroup, job: Job, store: Store, history: History, *
         return 0
     check_layout(checkpoint, job.settings.trainer)
     group.call("restore_checkpoint", checkpoint, timeout_s=timeout_s)
-    history.replace(checkpoint.extra["history"])
+    history.replace(checkpoint.extra["history"], checkpoint.extra["samples"])
     log.info("going on from training checkpoint step %d", checkpoint.step)
     history.events.write("phase", name="resumed", step=checkpoint.step, skipped=skipped)
     return checkpoint.step
@@ -45,7 +50,7 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSettings) -> None:
 
 
 def finish_checkpoint(
-    group: WorkerGroup,
+    group: "WorkerGroup",
     job: Job,
     store: Store,
     lease: Lease,
@@ -60,6 +65,7 @@ def finish_checkpoint(
     files: dict[str, str] = {}
     for shard in group.call("save_checkpoint", step, timeout_s=timeout_s):
         files |= shard
-    layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage, "history": history.records, **(extra or {})}
-    complete(store, job.stage, job.key, step, files, layout, lease)
+    layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage}
+    curves = {"history": history.records, "samples": history.samples}
+    complete(store, job.stage, job.key, step, files, {**layout, **curves, **(extra or {})}, lease)
     rotate(store, job.stage, job.key, trainer.keep_checkpoints)

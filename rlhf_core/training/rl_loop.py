@@ -151,9 +151,7 @@ class PpoRun:
 
     def _show_sample(self, step: int, prompt_id: int, text: str, reward: float) -> None:
         prompt = next(prompt for prompt in self.prompts if prompt.prompt_id == prompt_id)
-        self.history.events.write(
-            "sample", step=step, prompt=prompt.text, response=text, label=prompt.label, reward=reward
-        )
+        self.history.add_sample(step, prompt=prompt.text, response=text, label=prompt.label, reward=reward)
 
     def _measured(self) -> dict[str, Any]:
         measured: dict[str, Any] = {"steps": self.settings.steps}
