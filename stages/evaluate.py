@@ -8,6 +8,7 @@ from stages.contract import check_same_tokenizer
 from stages.definition import Stage, StageContext, StageResult
 
 MODELS = ("sft", "ppo")
+SHOWN = 10  # generations in the summary; the artifact holds all
 
 
 def evaluate(context: StageContext) -> StageResult:
@@ -30,7 +31,7 @@ def evaluate(context: StageContext) -> StageResult:
     metrics["gain"] = metrics["exact_match/ppo"] - metrics["exact_match/sft"]
     files = context.scratch / "artifact"
     write_jsonl(files / "samples.jsonl", rows)
-    return StageResult(files, metrics, summary=_summary(metrics, rows[: settings.samples_shown]))
+    return StageResult(files, metrics, summary=_summary(metrics, rows[:SHOWN]))
 
 
 def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> Any:

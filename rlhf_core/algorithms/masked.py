@@ -12,8 +12,3 @@ def select(values: Tensor, mask: Tensor) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum of the valid entries. A NaN at a valid entry still shows, one at a masked entry does not."""
     return select(values, mask).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the valid entries; 0 where there are none."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)

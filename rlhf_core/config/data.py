@@ -68,6 +68,17 @@ class DataSettings(Settings):
                 raise ValueError(f"{kind}.columns maps {', '.join(unknown)}; this data set has {', '.join(columns)}")
         return self
 
+    @model_validator(mode="after")
+    def _held_out_pairs(self) -> "DataSettings":
+        generated = self.pairs.arithmetic
+        if not (generated.eval_rows if generated is not None else self.pairs.eval_path):
+            wanted = "pairs.arithmetic.eval_rows" if generated is not None else "pairs.eval_path"
+            raise ValueError(
+                "pairs has no held-out rows, and the reward model's accuracy and normalisation are measured on them; "
+                f"give {wanted}"
+            )
+        return self
+
 
 class PrepareDataSettings(Settings):
     """What one run of the stage prepare-data is given: which data set, and its source."""

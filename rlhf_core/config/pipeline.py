@@ -32,7 +32,7 @@ class ClusterSettings(Settings):
         default=None, description="An existing Ray cluster; null starts a local one."
     )
     start_timeout_s: Annotated[float, Neutral] = Field(
-        default=600.0, gt=0, description="Longest wait for ranks and engines."
+        default=600.0, gt=0, description="Longest wait for ranks and engines to start, to load and to save."
     )
 
 

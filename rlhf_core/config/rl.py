@@ -96,11 +96,12 @@ class PpoSettings(Settings):
             )
         check_batch(self.batch_size, self.trainer.ranks)
         check_length(self.rollout.max_prompt_len, self.rollout.max_new_tokens, self.sampler.max_model_len)
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps {self.critic.warmup_steps} leave none of {self.steps} steps to train the policy; "
+                "give fewer than steps"
+            )
         return self
-
-    @property
-    def max_len(self) -> int:
-        return self.rollout.max_prompt_len + self.rollout.max_new_tokens
 
 
 class EvaluateSettings(Settings):
@@ -108,7 +109,6 @@ class EvaluateSettings(Settings):
 
     max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
     max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
-    samples_shown: int = Field(default=10, ge=0, description="Generations shown in the report.")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
     generate_timeout_s: Annotated[float, Neutral] = Field(
         default=1800.0, gt=0, description="Longest wait for the samples."

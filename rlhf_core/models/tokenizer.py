@@ -8,11 +8,36 @@ from transformers import AutoTokenizer
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a Hugging Face directory; padding falls back on EOS where it has none of its own."""
+    """The tokenizer of a Hugging Face directory, with a pad token that is not its EOS, chosen where it has none.
+
+    Hugging Face's sequence classification scores the last token that is not the pad token: with EOS as the pad token
+    it would be the one before EOS, while reward models are trained at EOS. The vocabulary does not grow. Raises
+    ValueError where it holds no token to choose.
+    """
     tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        chosen = _unused_token(tokenizer)
+        if chosen is None:
+            raise ValueError(
+                f"the tokenizer of {directory} has no pad token apart from its EOS {tokenizer.eos_token!r}, and no "
+                "unknown, pad or reserved token to take for one; set pad_token in its tokenizer_config.json to a token "
+                "of its vocabulary that no text holds"
+            )
+        tokenizer.pad_token = chosen
     return tokenizer
+
+
+def _unused_token(tokenizer: Any) -> str | None:
+    """The unknown token, else the first special token made for padding, else the first reserved one."""
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    if tokenizer.unk_token not in {None, *taken}:
+        return tokenizer.unk_token
+    added = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    for word in ("pad", "reserved"):
+        for content in added:
+            if word in content.lower() and content not in taken:
+                return content
+    return None
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:

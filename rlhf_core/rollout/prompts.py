@@ -29,10 +29,10 @@ def load_prompts(path: Path, tokenizer: Any, max_prompt_len: int) -> tuple[list[
     ]
     kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_len]
     if not kept:
-        longest = min(len(prompt.ids) for prompt in prompts)
+        shortest = min(len(prompt.ids) for prompt in prompts)
         raise TokenError(
             f"all {len(rows)} prompts are longer than max_prompt_len {max_prompt_len} tokens (the shortest has "
-            f"{longest}); raise it"
+            f"{shortest}); raise it"
         )
     return kept, len(prompts) - len(kept)
 

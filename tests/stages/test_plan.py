@@ -53,7 +53,7 @@ def test_every_node_comes_after_its_inputs(plan):
         ("data.pairs.arithmetic.seed=9", {"data-pairs", "rm", "ppo", "evaluate"}),
         ("data.steps.arithmetic.seed=9", {"data-steps"}),
         ("data.eval.arithmetic.rows=10", {"data-eval", "ppo", "evaluate"}),
-        ("evaluate.samples_shown=3", {"evaluate"}),
+        ("evaluate.max_new_tokens=23", {"evaluate"}),
         ("ppo.trainer.ranks=1", set()),
         ("sft.trainer.zero_stage=3", set()),
         ("run.store=/elsewhere", set()),

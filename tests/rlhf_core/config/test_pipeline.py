@@ -50,12 +50,17 @@ def test_overrides_leave_their_source_alone():
         ("sft.epochs=1", "sft: give exactly one of `epochs` and `max_steps`"),
         ("data.sft.path=x.jsonl", "data.sft: give exactly one of `arithmetic` and `path`"),
         ("ppo.reward={rm: 0, exact: 0}", "every weight is 0, so nothing would be rewarded"),
+        ("ppo.critic.warmup_steps=120", "critic.warmup_steps 120 leave none of 120 steps to train the policy"),
+        ("data.pairs.arithmetic.eval_rows=0", "data: pairs has no held-out rows"),
+        ("data.pairs.arithmetic.eval_rows=0", "give pairs.arithmetic.eval_rows"),
+        ("data.pairs={path: x.jsonl}", "give pairs.eval_path"),
         ("sft.model.scratch.heads=3", "hidden_size 128 must be a multiple of 2 x heads 3"),
     ],
 )
 def test_bad_settings_are_one_line_that_says_what_to_do(demo, override, message):
+    given = ["sft.seed=0", "ppo.rollout={prompts: 16, samples_per_prompt: 4, max_new_tokens: 8, max_prompt_len: 8}"]
     with pytest.raises(SettingsError) as caught:
-        load_pipeline(demo, ["sft.seed=0", "ppo.rollout.prompts=16", "ppo.rollout.samples_per_prompt=4", override])
+        load_pipeline(demo, [*given, "ppo.batch_size=64", override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

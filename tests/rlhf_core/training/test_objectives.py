@@ -65,6 +65,40 @@ def test_nan_at_a_valid_position_shows(kind: str) -> None:
     assert torch.isnan(loss_and_gradient(kind, rl_batch(), outputs)[0])
 
 
+@pytest.mark.parametrize(
+    ("clip", "advantage", "expected"),
+    [
+        # Ratio 1.5: -ratio * advantage, or -bound * advantage where that is larger.
+        ({"clip_low": 0.9, "clip_high": 0.3}, 2.0, -2.6),
+        ({"clip_low": 0.9, "clip_high": 0.6}, 2.0, -3.0),
+        # Ratio 0.5, with a negative advantage.
+        ({"clip_low": 0.1, "clip_high": 9.0}, -2.0, 1.8),
+        ({"clip_low": 0.6, "clip_high": 9.0}, -2.0, 1.0),
+    ],
+)
+def test_each_clip_of_the_policy_reaches_its_loss(clip: dict[str, float], advantage: float, expected: float) -> None:
+    ratio = torch.tensor([[1.5 if advantage > 0 else 0.5]])
+    batch = {
+        "action_mask": torch.tensor([[True]]),
+        "old_logprobs": torch.zeros(1, 1),
+        "advantages": torch.tensor([[advantage]]),
+    }
+    parts = PolicyObjective(AlgorithmSettings(**clip), 1.0).loss(batch, ratio.log())
+    assert parts.terms["policy"].numerator.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(0.5, 0.5 * 2.5**2), (0.1, 0.5 * 2.9**2), (3.0, 0.5 * 1.0**2)])
+def test_clip_of_values_reaches_their_loss(clip: float, expected: float) -> None:
+    """The value moved from 1 to 3, the return is 4: kept within `clip` of 1 it is further off."""
+    batch = {
+        "action_mask": torch.tensor([[False, True]]),
+        "old_values": torch.tensor([[0.0, 1.0]]),
+        "returns": torch.tensor([[0.0, 4.0]]),
+    }
+    parts = ValueObjective(AlgorithmSettings(value_clip=clip)).loss(batch, torch.tensor([[3.0, 0.0]]))
+    assert parts.terms["value"].numerator.item() == pytest.approx(expected)
+
+
 def test_value_of_a_state_is_the_score_before_the_token() -> None:
     scores = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert state_values(scores).tolist() == [[0.0, 1.0, 2.0], [0.0, 4.0, 5.0]]

@@ -1,0 +1,63 @@
+"""Which token pads: one of the vocabulary, never EOS."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+
+EOS = "<|end|>"
+RIGHT_PAD = "<|finetune_right_pad_id|>"
+RESERVED = [f"<|reserved_special_token_{i}|>" for i in (0, 1)]
+
+
+def saved(directory: Path, special: list[str], **roles: str) -> Path:
+    """A tokenizer of the words a and b and of `special` tokens, in this order."""
+    words = ["a", "b", EOS, *special]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    others = [token for token in special if token not in roles.values()]
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, additional_special_tokens=others, **roles)
+    made.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("pad", [{}, {"pad_token": EOS}])
+@pytest.mark.parametrize(
+    ("special", "roles", "chosen"),
+    [
+        ([*RESERVED, RIGHT_PAD, "<unk>"], {"unk_token": "<unk>"}, "<unk>"),
+        ([*RESERVED, RIGHT_PAD], {}, RIGHT_PAD),
+        ([*RESERVED, "<|im_start|>"], {}, RESERVED[0]),
+        (["<|bos_pad|>", *RESERVED], {"bos_token": "<|bos_pad|>"}, RESERVED[0]),
+        (RESERVED, {"unk_token": EOS}, RESERVED[0]),  # as GPT-2, whose unknown token is EOS
+    ],
+)
+def test_pad_token_is_in_the_vocabulary_and_not_eos(
+    tmp_path: Path, special: list[str], roles: dict[str, str], chosen: str, pad: dict[str, str]
+) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, special, **roles, **pad))
+    assert tokenizer.pad_token == chosen
+    assert tokenizer.convert_ids_to_tokens(tokenizer.pad_token_id) == chosen
+    assert tokenizer.eos_token == EOS
+    assert len(tokenizer) == 3 + len(special)
+    tokenizer.save_pretrained(tmp_path / "exported")
+    assert tokenizer_facts(load_tokenizer(tmp_path / "exported")) == tokenizer_facts(tokenizer)
+
+
+def test_pad_token_of_its_own_is_kept(tmp_path: Path) -> None:
+    assert load_tokenizer(saved(tmp_path, ["<unk>", "[X]"], unk_token="<unk>", pad_token="[X]")).pad_token == "[X]"
+
+
+def test_without_a_token_to_choose_it_is_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path, ["<|im_start|>"])
+    with pytest.raises(ValueError, match="has no pad token apart from its EOS") as caught:
+        load_tokenizer(directory)
+    assert "\n" not in str(caught.value)
+    assert "set pad_token in its tokenizer_config.json" in str(caught.value)
+    config: dict[str, Any] = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|im_start|>"}))
+    assert load_tokenizer(directory).pad_token == "<|im_start|>"  # what the message asks for works
