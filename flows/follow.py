@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from flows.api import Api
+from flows.guardian import EVENTS
 from flows.processes import ProcessId, alive, descendants
 from flows.services import ServicesError
 from flows.supervisor import EventTail, attempt_scratch
@@ -60,7 +61,7 @@ class RunView:
         attempt = attempt_scratch(spec["run"]["scratch"], spec["node"], spec["key"], child["id"], child["run_count"])
         if self._attempts.get(spec["node"]) != str(attempt):
             self._attempts[spec["node"]] = str(attempt)
-            view.tail = EventTail(attempt / "events.jsonl", from_start=True)
+            view.tail = EventTail(attempt / EVENTS, from_start=True)
         if child["state_type"] == "COMPLETED":
             view.done, view.text = 1.0, "made"
         elif child["state_type"] in FINAL_STATES:

@@ -21,8 +21,9 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed
 
+from flows.guardian import EVENTS, LOG, SPEC
 from flows.processes import ProcessId, alive, identify
-from flows.supervisor import StageFailed, StageStopped, Watch, attempt_scratch, origin, supervise
+from flows.supervisor import StageFailed, StageStopped, Watch, attempt_label, attempt_scratch, origin, supervise
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
@@ -143,7 +144,11 @@ def _release_for_the_dead(store: Store, stage: str, key: str) -> bool:
         return False
     if alive(ProcessId(state.owner["pid"], state.owner["started"])):
         return False
-    leases.attach(store, stage, key, state.n).release()
+    try:
+        leases.attach(store, stage, key, state.n).release()
+    except leases.LeaseLost:
+        # Another run that waits was quicker.
+        return False
     return True
 
 
@@ -157,7 +162,7 @@ def _drive(run: _Run, lease: leases.Lease, logger: Any) -> None:
     """Run the driver to its end; its log and events go to the store whatever happens."""
     scratch = run.scratch
     scratch.mkdir(parents=True, exist_ok=True)
-    spec_file, log, events = scratch / "spec.json", scratch / "driver.log", scratch / "events.jsonl"
+    spec_file = scratch / SPEC
     flow_run = {"id": run.flow_run, "name": this_run.name, "parent": this_run.parent_flow_run_id}
     spec = run.spec.model_copy(update={"lease": lease.n, "scratch": str(scratch), "flow_run": flow_run})
     spec_file.write_text(spec.model_dump_json(indent=2))
@@ -166,9 +171,9 @@ def _drive(run: _Run, lease: leases.Lease, logger: Any) -> None:
     command = [sys.executable, "-m", STAGES[run.spec.stage].module, "--spec", str(spec_file)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     try:
-        supervise(command, events=events, log=log, watch=watch, environment=environment)
+        supervise(command, scratch=scratch, watch=watch, environment=environment)
     finally:
-        _keep_logs(run, [log, events], logger)
+        _keep_logs(run, [scratch / LOG, scratch / EVENTS], logger)
 
 
 def _reason_to_stop(flow_run: str, lease: leases.Lease) -> str | None:
@@ -192,7 +197,7 @@ def _cancelling(flow_run: str) -> bool:
 
 
 def _keep_logs(run: _Run, files: list[Path], logger: Any) -> None:
-    where = f"training/{run.spec.stage}/{run.spec.key}/logs/{run.flow_run[:8]}-{run.run_count}"
+    where = f"training/{run.spec.stage}/{run.spec.key}/logs/{attempt_label(run.flow_run, run.run_count)}"
     try:
         for file in files:
             if file.exists():

@@ -18,10 +18,12 @@ from typing import IO, Any
 
 from flows import guardian
 from flows.processes import become_subreaper, descendants, end_descendants
+from rlhf_core.cluster.leftovers import ATTEMPT, attempt_name
 
 LINES_PER_SECOND = 20
 POLL_S = 0.2
 WATCH_S = 3.0
+DRIVER = "driver"  # the role in the driver's own error events
 
 
 class StageFailed(Exception):
@@ -45,30 +47,30 @@ class Watch:
 def supervise(
     command: Sequence[str],
     *,
-    events: Path,
-    log: Path,
+    scratch: Path,
     watch: Watch,
     environment: Mapping[str, str] | None = None,
     watch_every_s: float = WATCH_S,
 ) -> None:
     """Run `command` to its end. Call it from a thread that outlives the driver: the kernel ends the driver with it.
 
-    events: the driver's events.jsonl; what an earlier attempt left in it is skipped.
-    log:    file that the whole output is appended to.
+    scratch: the attempt's directory. The driver writes events.jsonl there (what is in it before is skipped), its whole
+    output is appended to driver.log, and when it has ended nothing else is left there but spec.json.
 
     Raises StageFailed when the command fails, StageStopped when `watch.stop` gave a reason; whatever else is raised
     here (Prefect's TerminationSignal) passes through. In every case all descendants have ended when it returns.
     """
     become_subreaper()
     before = descendants(os.getpid())
-    tail = EventTail(events)
-    with log.open("ab") as output:
+    tail = EventTail(scratch / guardian.EVENTS)
+    variables = dict(os.environ if environment is None else environment) | {ATTEMPT: attempt_name(scratch)}
+    with (scratch / guardian.LOG).open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.guardian", str(os.getpid()), *command],
+            [sys.executable, "-m", "flows.guardian", str(os.getpid()), str(scratch), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=None if environment is None else dict(environment),
+            env=variables,
             start_new_session=True,
         )
         pump = OutputPump(_pipe(process), output, watch.line)
@@ -83,6 +85,8 @@ def supervise(
             watchdog.finish()
             _end(process)
             end_descendants(os.getpid(), 0.0, keep=before)
+            # Done already, unless the guardian was killed.
+            guardian.remove_files(scratch)
             pump.join(timeout=5.0)
         tail.deliver(watch.event)
     if watchdog.reason is not None:
@@ -90,18 +94,28 @@ def supervise(
     if process.returncode != 0:
         # Negative: the guardian itself was killed, and the driver with it.
         code = process.returncode if process.returncode > 0 else 128 - process.returncode
-        raise StageFailed(failure(code, tail.first_error, pump.last_line))
+        raise StageFailed(failure(code, tail.cause, pump.last_line))
 
 
 def attempt_scratch(scratch: str, node: str, key: str, flow_run: str, run_count: int) -> Path:
     """The directory of one attempt on this machine: its spec, driver.log and events.jsonl."""
-    return Path(scratch).absolute() / f"{node}-{key[:12]}" / f"{flow_run[:8]}-{run_count}"
+    return Path(scratch).absolute() / f"{node}-{key[:12]}" / attempt_label(flow_run, run_count)
 
 
-def failure(code: int, first_error: Mapping[str, Any] | None, last_line: str) -> str:
-    """One line for a driver that ended with `code`: its first error event, else its exit and its last words."""
-    if first_error is not None:
-        return f"{origin(first_error)}: {first_error['kind']}: {first_error['message']}"
+def attempt_label(flow_run: str, run_count: int) -> str:
+    """Tells the attempts at one key apart. The first digits of a run's id do not: they are the time (UUID 7)."""
+    return f"{flow_run[-8:]}-{run_count}"
+
+
+def failure(code: int, error: Mapping[str, Any] | None, last_line: str) -> str:
+    """One line for a driver that ended with `code`: the error event that gives the cause, else its exit and last words.
+
+    The driver's own ClusterError names the rank and what it raised.
+    """
+    if error is not None:
+        if error["role"] == DRIVER and error["kind"] == "ClusterError":
+            return error["message"]
+        return f"{origin(error)}: {error['kind']}: {error['message']}"
     ended = f"signal {signal.Signals(code - 128).name}" if code > 128 else f"exit code {code}"
     return f"the driver ended with {ended} and wrote no error; its last line: {last_line or '(none)'}"
 
@@ -112,11 +126,15 @@ def origin(error: Mapping[str, Any]) -> str:
 
 
 class EventTail:
-    """Follows an events.jsonl, from its present end unless `from_start`; `first_error` is the first since then."""
+    """Follows an events.jsonl, from its present end unless `from_start`; `cause` is the error since then to be shown.
+
+    That is the driver's last, which knows what came first among the ranks: where one is killed, another writes that it
+    lost it. Without one of the driver's it is the first.
+    """
 
     def __init__(self, path: Path, *, from_start: bool = False):
         self.path = path
-        self.first_error: dict[str, Any] | None = None
+        self.cause: dict[str, Any] | None = None
         self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def deliver(self, callback: Callable[[dict[str, Any]], None]) -> None:
@@ -130,8 +148,8 @@ class EventTail:
         self._offset += len(whole)
         for line in whole.splitlines():
             event = json.loads(line)
-            if event["type"] == "error" and self.first_error is None:
-                self.first_error = event
+            if event["type"] == "error" and (self.cause is None or event["role"] == DRIVER):
+                self.cause = event
             callback(event)
 
 

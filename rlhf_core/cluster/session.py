@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhf_core.cluster.leftovers import directory_prefix
 from rlhf_core.config.pipeline import ClusterSettings
 
 # Ray would otherwise start its uv hook, report usage, and fold lines of the ranks' logs together.
@@ -47,7 +48,8 @@ def ray_session(settings: ClusterSettings, *, actors: int) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    with tempfile.TemporaryDirectory(prefix="rlhf-ray-", dir="/tmp") as temp:  # short: socket paths have a limit
+    # Below /tmp: socket paths have a limit.
+    with tempfile.TemporaryDirectory(prefix=directory_prefix("ray"), dir="/tmp") as temp:
         ray.init(
             address="local",
             num_cpus=max(actors, os.cpu_count() or 1),

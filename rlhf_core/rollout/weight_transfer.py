@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save
 
+from rlhf_core.cluster.leftovers import directory_prefix
+
 BACKEND = "rlhf_shm"
 INDEX = "index.json"
 BUCKET_BYTES = 512 * 2**20
@@ -138,7 +140,8 @@ class TransferWriter:
 def transfer_directory(fallback: str | os.PathLike[str]) -> Iterator[Path]:
     """A new directory for one transfer, in shared memory where there is any, else below `fallback`; gone afterwards."""
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="rlhf-weights-", dir=shared if shared.is_dir() else fallback) as directory:
+    parent = shared if shared.is_dir() else fallback
+    with tempfile.TemporaryDirectory(prefix=directory_prefix("weights"), dir=parent) as directory:
         yield Path(directory)
 
 

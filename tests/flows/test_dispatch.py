@@ -13,7 +13,7 @@ from flows.dispatch import cause
 from flows.processes import identify
 from flows.sft_rm_ppo import resolve
 from flows.stage_flow import _Run, claim, lease_owner
-from flows.supervisor import StageStopped
+from flows.supervisor import StageStopped, attempt_scratch
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import RunSettings, read_pipeline
 from rlhf_core.store import leases
@@ -81,6 +81,34 @@ def test_the_lease_of_a_killed_supervisor_on_this_machine_is_taken_at_once(run: 
     lease = claim(run, logger, lambda: False)
     assert isinstance(lease, leases.Lease)
     assert lease.n == 2
+
+
+def test_of_two_runs_that_find_a_dead_owner_the_slower_waits(run: _Run, monkeypatch: pytest.MonkeyPatch):
+    dead = leases.acquire(run.store, "sft", run.spec.key, lease_owner("dead"), ttl_s=3600)
+
+    def rival_is_quicker(process: object) -> bool:
+        """The owner is found dead, and before this run acts on it another has."""
+        dead.release()
+        leases.acquire(run.store, "sft", run.spec.key, {"flow_run": "rival"}, ttl_s=3600)
+        return False
+
+    def rival_ends(seconds: float) -> None:
+        held = leases.holder(run.store, "sft", run.spec.key)
+        assert held is not None
+        assert held.owner == {"flow_run": "rival"}
+        leases.attach(run.store, "sft", run.spec.key, held.n).release()
+
+    monkeypatch.setattr("flows.stage_flow.alive", rival_is_quicker)
+    monkeypatch.setattr("flows.stage_flow.time.sleep", rival_ends)
+    lease = claim(run, logger, lambda: False)
+    assert isinstance(lease, leases.Lease)
+    assert lease.n == 3
+
+
+def test_attempts_of_runs_that_were_created_together_have_directories_of_their_own():
+    first, second = "0197c2f4-8a11-7b6e-9d2c-1f2e3d4c5b6a", "0197c2f4-8a12-7c01-8e5f-6a7b8c9d0e1f"
+    assert attempt_scratch("s", "sft", "k", first, 1) != attempt_scratch("s", "sft", "k", second, 1)
+    assert attempt_scratch("s", "sft", "k", first, 1) != attempt_scratch("s", "sft", "k", first, 2)
 
 
 @pytest.mark.parametrize("owner", [{"flow_run": "by hand"}, {"pid_space": "another machine", "pid": 1, "started": 1}])

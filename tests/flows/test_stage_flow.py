@@ -60,7 +60,7 @@ def test_a_stage_is_made_once_and_shown(prefect, tmp_path: Path):
         assert second["state_type"] == "COMPLETED"
         assert "nothing to do" in second["state"]["message"]
     assert read_manifest(store, "prepare-data", spec.key) == manifest
-    logs = f"training/prepare-data/{spec.key}/logs/{first['id'][:8]}-1"
+    logs = f"training/prepare-data/{spec.key}/logs/{first['id'][-8:]}-1"
     assert store.list_names(logs) == ["driver.log", "events.jsonl"]
 
 

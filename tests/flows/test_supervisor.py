@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from flows.processes import ProcessId, alive, identify, wait_gone
 from flows.supervisor import OutputPump, StageFailed, StageStopped, Watch, failure, supervise
+from rlhf_core.cluster.leftovers import attempt_name, leftovers
 
 # Starts a process in a session of its own, orphans it, and writes its pid; as Ray and vLLM do.
 STRAY = """
@@ -28,20 +30,38 @@ os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 
 
+# Makes what a driver makes, in the scratch directory and outside of it, and says that it is there.
+FILES = """
+import os, sys, tempfile, time
+from pathlib import Path
+from rlhf_core.cluster.leftovers import directory_prefix
+scratch = Path(sys.argv[1])
+for name in ("inputs/sft", "artifact/model", "base-0"):
+    (scratch / name).mkdir(parents=True)
+    (scratch / name / "model.safetensors").write_text("weights")
+os.symlink(sys.argv[2], scratch / "link")
+(scratch / "spec.json").write_text("{}")
+for kind, root in (("ray", "/tmp"), ("weights", "/dev/shm")):
+    Path(tempfile.mkdtemp(prefix=directory_prefix(kind), dir=root), "session").write_text("files")
+(scratch / "events.jsonl").write_text('{"type": "phase", "name": "train"}\\n')
+"""
+
+
 class Run:
     """One call of `supervise`, with what it passed on."""
 
     def __init__(self, folder: Path):
-        self.events_file = folder / "events.jsonl"
-        self.log = folder / "driver.log"
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        self.events_file = self.scratch / "events.jsonl"
+        self.log = self.scratch / "driver.log"
         self.events: list[dict] = []
         self.lines: list[str] = []
 
     def __call__(self, code: str, *arguments: str, stop=lambda: None, event=None) -> None:
         supervise(
             [sys.executable, "-c", textwrap.dedent(code), *arguments],
-            events=self.events_file,
-            log=self.log,
+            scratch=self.scratch,
             watch=Watch(event=event or self.events.append, line=self.lines.append, stop=stop),
             watch_every_s=0.05,
         )
@@ -52,8 +72,8 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def error_event(role: str, rank: int | None, message: str) -> str:
-    return json.dumps({"type": "error", "role": role, "rank": rank, "kind": "ValueError", "message": message})
+def error_event(role: str, rank: int | None, message: str, kind: str = "ValueError") -> str:
+    return json.dumps({"type": "error", "role": role, "rank": rank, "kind": kind, "message": message})
 
 
 def wait_for_pid(file: Path) -> ProcessId:
@@ -82,12 +102,34 @@ def test_a_driver_that_ends_well_delivers_its_events_and_whole_output(run: Run, 
 
 
 def test_the_first_error_event_is_what_is_raised(run: Run):
-    lines = [error_event("policy", 1, "reward is NaN"), error_event("driver", None, "ActorDiedError")]
+    lines = [error_event("policy", 1, "reward is NaN"), error_event("policy", 0, "connection closed by peer")]
     run.events_file.write_text(error_event("policy", 0, "of an earlier attempt") + "\n")
     with pytest.raises(StageFailed, match=r"^policy rank 1: ValueError: reward is NaN$"):
         run(
             "import sys; open(sys.argv[1], 'a').write('\\n'.join(sys.argv[2:]) + '\\n'); sys.exit(1)",
             str(run.events_file),
+            *lines,
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "expected"),
+    [
+        ("ClusterError", "trainer rank 1: its process ended", "trainer rank 1: its process ended"),
+        ("StoreError", "the store is full", "driver: StoreError: the store is full"),
+    ],
+)
+def test_the_drivers_own_last_error_is_preferred_to_what_ranks_wrote(run: Run, kind: str, message: str, expected: str):
+    lines = [
+        error_event("driver", None, "tried again"),
+        error_event("driver", None, message, kind),
+        error_event("policy", 0, "connection closed by peer"),
+    ]
+    with pytest.raises(StageFailed, match=f"^{expected}$"):
+        run(
+            "import sys; open(sys.argv[1], 'a').write('\\n'.join(sys.argv[2:]) + '\\n'); sys.exit(1)",
+            str(run.events_file),
+            error_event("policy", 0, "connection reset"),
             *lines,
         )
 
@@ -106,8 +148,7 @@ def test_a_command_that_does_not_exist_is_named(run: Run):
     with pytest.raises(StageFailed, match="/no/such/driver cannot be started"):
         supervise(
             ["/no/such/driver"],
-            events=run.events_file,
-            log=run.log,
+            scratch=run.scratch,
             watch=Watch(event=run.events.append, line=run.lines.append, stop=lambda: None),
         )
 
@@ -149,13 +190,15 @@ def test_an_interruption_ends_the_driver_and_passes_through(run: Run, tmp_path: 
 def test_killing_the_supervisor_ends_driver_and_strays(tmp_path: Path):
     driver_file, stray_file = tmp_path / "driver", tmp_path / "stray"
     driver = STRAY + "open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(600)"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     code = f"""
 from pathlib import Path
 import sys
 from flows.supervisor import Watch, supervise
 watch = Watch(event=lambda event: None, line=lambda line: None, stop=lambda: None)
 supervise([sys.executable, "-c", {driver!r}, {str(stray_file)!r}, {str(driver_file)!r}],
-          events=Path({str(tmp_path / "events.jsonl")!r}), log=Path({str(tmp_path / "log")!r}), watch=watch)
+          scratch=Path({str(scratch)!r}), watch=watch)
 """
     supervisor = subprocess.Popen([sys.executable, "-c", code])
     stray = wait_for_pid(stray_file)
@@ -168,6 +211,53 @@ supervise([sys.executable, "-c", {driver!r}, {str(stray_file)!r}, {str(driver_fi
     supervisor.send_signal(signal.SIGKILL)
     supervisor.wait()
     assert wait_gone([stray, driver_process], 30.0) == []
+
+
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(1)", "os.kill(os.getpid(), 9)", "os.kill(os.getppid(), 9); time.sleep(600)"]
+)
+def test_of_the_files_of_an_attempt_only_spec_log_and_events_stay(run: Run, tmp_path: Path, ending: str):
+    """The last ending kills the guardian, so that the supervisor has to remove the files."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("not of this attempt")
+    seen: list[Path] = []
+    code = FILES + (ending and f"time.sleep(1)\n{ending}")
+    arguments = (code, str(run.scratch), str(outside))
+    see = lambda event: seen.extend(leftovers(attempt_name(run.scratch)))  # noqa: E731
+    if ending:
+        with pytest.raises(StageFailed):
+            run(*arguments, event=see)
+        assert sorted(path.parent for path in seen) == [Path("/dev/shm"), Path("/tmp")]
+    else:
+        run(*arguments)
+    assert leftovers(attempt_name(run.scratch)) == []
+    assert sorted(path.name for path in run.scratch.iterdir()) == ["driver.log", "events.jsonl", "spec.json"]
+    assert (outside / "kept").exists()
+
+
+def test_killing_the_supervisor_leaves_no_files(tmp_path: Path):
+    scratch, outside = tmp_path / "scratch", tmp_path / "outside"
+    scratch.mkdir()
+    another = Path(tempfile.mkdtemp(prefix="rlhf-ray-another-", dir="/tmp"))
+    code = f"""
+from pathlib import Path
+import os, sys
+from flows.supervisor import Watch, supervise
+watch = Watch(event=lambda event: os.kill(os.getpid(), 9), line=lambda line: None, stop=lambda: None)
+supervise([sys.executable, "-c", {FILES + "time.sleep(600)"!r}, {str(scratch)!r}, {str(outside)!r}],
+          scratch=Path({str(scratch)!r}), watch=watch)
+"""
+    try:
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        deadline = time.monotonic() + 60
+        while len(list(scratch.iterdir())) > 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert leftovers(attempt_name(scratch)) == []
+        assert sorted(path.name for path in scratch.iterdir()) == ["driver.log", "events.jsonl", "spec.json"]
+        assert another.is_dir()
+    finally:
+        another.rmdir()
 
 
 def test_at_most_twenty_lines_a_second_pass_and_the_log_has_all():
