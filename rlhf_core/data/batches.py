@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-class TokenError(Exception):
-    """Rows that cannot be tokenised as a stage needs them. One line with the row's number."""
+from rlhf_core.data.errors import TokenError
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,21 @@ class SampleOrder:
         if rows < 1:
             raise ValueError(f"rows is {rows}; an order needs at least 1 row")
         self.rows, self.seed = rows, seed
+        self._last: tuple[int, np.ndarray] | None = None
 
     def ids(self, position: int, count: int) -> list[int]:
         """Row numbers at positions `position` to `position + count - 1`."""
-        return [int(self._epoch(at // self.rows)[at % self.rows]) for at in range(position, position + count)]
+        ids: list[int] = []
+        while len(ids) < count:
+            epoch, offset = divmod(position + len(ids), self.rows)
+            ids += self._epoch(epoch)[offset : offset + count - len(ids)].tolist()
+        return ids
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        """Of large data sets a permutation takes long: the last one is kept for the calls that follow."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        return self._last[1]
 
 
 def rank_slice(ids: Sequence[int], rank: int, ranks: int) -> list[int]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import posixpath
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,10 @@ def _generated(kind: str, source: ArithmeticSource) -> tuple[list[Row], list[Row
 
 
 def read_columns(url: str, kind: str, columns: dict[str, str]) -> list[Row]:
-    """The rows of a file, renamed to our columns. Extra columns are left out; a missing or empty value is refused."""
+    """The rows of a file, renamed to our columns. Extra columns are left out.
+
+    Raises DataError with the row's number for a value that is missing, empty (NaN is) or of the wrong type.
+    """
     rows = read_file(url)
     if not rows:
         raise DataError(f"data set {kind}: {url} has no rows; give a file with at least one")
@@ -64,11 +68,53 @@ def read_columns(url: str, kind: str, columns: dict[str, str]) -> list[Row]:
         )
     picked = []
     for number, row in enumerate(rows, start=1):
-        empty = [theirs for theirs in wanted.values() if row.get(theirs) in (None, "", [])]
+        where = f"data set {kind}: row {number} of {url}"
+        empty = [theirs for theirs in wanted.values() if _is_empty(row.get(theirs))]
         if empty:
-            raise DataError(f"data set {kind}: row {number} of {url} has nothing in column {', '.join(empty)}; fill it")
-        picked.append({ours: row[theirs] for ours, theirs in wanted.items()})
+            raise DataError(f"{where} has nothing in column {', '.join(empty)}; fill it")
+        picked.append({ours: _typed(ours, row[theirs], f"{where}, column {theirs}") for ours, theirs in wanted.items()})
     return picked
+
+
+def _is_empty(value: Any) -> bool:
+    """What is missing, and how pandas writes it: NaN."""
+    return value in (None, "", []) or (isinstance(value, float) and math.isnan(value))
+
+
+def _typed(column: str, value: Any, where: str) -> Any:
+    """The value if it has its column's type. A label that is a number becomes text: 7 and 7.0 are "7"."""
+    if column == "steps":
+        allowed, right = "a list of strings", isinstance(value, list) and all(isinstance(one, str) for one in value)
+    elif column == "labels":
+        allowed, right = "a list of booleans or numbers", isinstance(value, list) and all(map(_is_number, value))
+    else:
+        if column == "label" and _is_number(value) and not isinstance(value, bool):
+            return str(int(value) if value == int(value) else value)
+        allowed, right = "a string", isinstance(value, str)
+    if right:
+        return value
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        raise DataError(f"{where} holds a list of messages; conversations are not read yet: give {allowed}, one turn")
+    raise DataError(f"{where} holds {_shown(value)}; give {allowed}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+
+
+def drop_equal_pairs(rows: list[Row]) -> tuple[list[Row], int]:
+    """(the pairs whose responses differ, how many were dropped). Raises DataError where none are left."""
+    kept = [row for row in rows if row["chosen"] != row["rejected"]]
+    if rows and not kept:
+        raise DataError(
+            f"data set pairs: chosen and rejected are equal in all {len(rows)} rows; give pairs that differ"
+        )
+    return kept, len(rows) - len(kept)
 
 
 def read_file(url: str) -> list[Row]:
@@ -103,7 +149,13 @@ def _read_jsonl(content: bytes) -> list[Row]:
 
 
 def _read_csv(content: bytes) -> list[Row]:
-    return list(csv.DictReader(io.StringIO(content.decode())))
+    reader = csv.DictReader(io.StringIO(content.decode()))
+    rows: list[Row] = []
+    for row in reader:
+        if None in row:  # where the reader puts cells without a name
+            raise ValueError(f"line {reader.line_num} has more cells than the header has names")
+        rows.append({name: None if value in ("NaN", "nan") else value for name, value in row.items()})
+    return rows
 
 
 def _read_parquet(content: bytes) -> list[Row]:

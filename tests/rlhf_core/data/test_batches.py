@@ -70,6 +70,19 @@ def test_what_comes_after_a_position_does_not_depend_on_how_one_got_there():
     assert [i for start in range(0, 40, 5) for i in order.ids(start, 5)] == whole
 
 
+def test_an_epoch_is_drawn_once_for_all_calls_that_read_it(monkeypatch):
+    drawn = []
+    make = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or make(seed))
+    order = SampleOrder(10, seed=3)
+    order.ids(0, 4)
+    order.ids(4, 4)
+    assert drawn == [[3, 0]]
+    order.ids(8, 5)
+    order.ids(13, 20)
+    assert drawn == [[3, 0], [3, 1], [3, 2], [3, 3]]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_a_step_out_without_loss(ranks):
     ids = SampleOrder(30, seed=1).ids(5, 8)

@@ -1,11 +1,12 @@
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from rlhf_core.config.data import ArithmeticSource, DataSource
-from rlhf_core.data.rows import DataError, load_rows, read_jsonl, write_jsonl
+from rlhf_core.data.rows import DataError, drop_equal_pairs, load_rows, read_jsonl, write_jsonl
 
 ROWS = [{"question": "3+4=", "answer": "7", "extra": 1}, {"question": "1+1=", "answer": "2", "extra": None}]
 
@@ -55,6 +56,9 @@ def test_real_preference_pairs_and_gsm8k(test_data, tmp_path):
         ),
         ("rows.jsonl", '{"prompt": "a", "label": null}', "row 1 of .* has nothing in column label; fill it"),
         ("rows.jsonl", '{"prompt": "a", "label": "b"}\n{"prompt": "a"}', "row 2 of .* has nothing in column label"),
+        ("rows.jsonl", '{"prompt": "a", "label": NaN}', "row 1 of .* has nothing in column label; fill it"),
+        ("rows.csv", "prompt,label\na,b\na,NaN\n", "row 2 of .* has nothing in column label; fill it"),
+        ("rows.csv", "prompt,label\na,b,c\n", "is not CSV: line 2 has more cells than the header has names"),
         ("rows.jsonl", "{", "is not JSONL: "),
         ("rows.json", "{}", "is not JSON: it holds no list of objects"),
         ("rows.json", "[1]", "holds rows that are not objects with named columns"),
@@ -69,6 +73,61 @@ def test_bad_files_are_one_line(tmp_path, name, content, message):
         load_rows("prompts", DataSource(path=str(path)))
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("sft", {"response": 7}, "row 2 of .*, column response holds int 7; give a string"),
+        (
+            "sft",
+            {"prompt": [{"role": "user", "content": "3+4="}]},
+            "column prompt holds a list of messages; conversations are not read yet: give a string, one turn",
+        ),
+        ("pairs", {"rejected": ["x"]}, r"column rejected holds list \['x'\]; give a string"),
+        ("prompts", {"label": True}, "column label holds bool True; give a string"),
+        ("steps", {"steps": "one"}, "column steps holds str 'one'; give a list of strings"),
+        ("steps", {"steps": ["a", 1]}, "give a list of strings"),
+        ("steps", {"labels": ["+", "-"]}, "column labels holds .*; give a list of booleans or numbers"),
+        ("steps", {"labels": [1, None]}, "give a list of booleans or numbers"),
+        ("steps", {"labels": [1, math.nan]}, "give a list of booleans or numbers"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_values_of_another_type_are_refused_with_their_row(tmp_path, kind, changed, message, suffix):
+    right = {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d", "label": "e"}
+    right |= {"steps": ["f", "g"], "labels": [True, 0.5]}
+    rows = [right, {**right, **changed}]
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(kind, DataSource(path=str(path)))
+    assert f"data set {kind}: row 2 of {path}" in str(caught.value)
+    path.write_text(json.dumps(rows[:1]) if suffix == ".json" else json.dumps(right))
+    (row,), _ = load_rows(kind, DataSource(path=str(path)))
+    assert row == {name: right[name] for name in row}
+
+
+def test_numbers_are_labels_and_the_nan_of_pandas_is_none(tmp_path):
+    path = tmp_path / "rows.parquet"
+
+    def labels(values):
+        columns = {"prompt": ["a"] * len(values), "label": values}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        return [row["label"] for row in load_rows("prompts", DataSource(path=str(path)))[0]]
+
+    assert labels([7, -12]) == ["7", "-12"]
+    assert labels([7.0, 0.25]) == ["7", "0.25"]  # how pandas holds whole numbers beside a missing one
+    with pytest.raises(DataError, match=r"row 2 of .* has nothing in column label"):
+        labels([7.0, math.nan])
+
+
+def test_pairs_of_equal_responses_are_dropped_and_counted():
+    rows = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in ("xy", "zz", "yx", "xx")]
+    assert drop_equal_pairs(rows) == ([rows[0], rows[2]], 2)
+    assert drop_equal_pairs([]) == ([], 0)
+    with pytest.raises(DataError, match="chosen and rejected are equal in all 2 rows; give pairs that differ"):
+        drop_equal_pairs([rows[1], rows[3]])
 
 
 def test_generated_sets_hold_out_what_they_hold_out():
