@@ -92,11 +92,14 @@ def demo() -> None:
     pipeline = next(file for file in services.shipped_pipelines() if file.stem == "demo")
     with _one_line_errors():
         running = services.running(project)
-        own = running is None
+        own = False
         try:
             if running is None:
                 console.print("starting a Prefect server and its workers")
-                running = services.up(project).services
+                result = services.up(project)
+                # A server that lives but answered too late is somebody else's.
+                own = "server" in result.started
+                running = result.services
             memory = follow.MemoryPeak(lambda: list(running.processes.values()))
             memory.start()
             try:
@@ -114,7 +117,9 @@ def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> 
     """Raises RunFailed unless the run completes."""
     settings = load_pipeline(pipeline, overrides)
     planned = plan_pipeline(settings)
-    published = _published(planned, Store(settings.run.store))
+    store = Store(settings.run.store)
+    store.check_writable()
+    published = _published(planned, store)
     nodes = {node: follow.NodeView(1.0, "reused") if made else follow.NodeView() for node, made in published.items()}
     with Api(running.api_url) as api:
         run_id = _create_run(api, running, pipeline, overrides)
@@ -123,7 +128,6 @@ def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> 
         ended = follow.follow(api, follow.RunView(run_id, nodes), console, lambda: _dead_service(running))
         if ended["state_type"] != "COMPLETED":
             raise RunFailed(f"{ended['state_name']}: {ended['state']['message']}")
-    store = Store(settings.run.store)
     console.print(Markdown(store.read_bytes(f"reports/{run_id}/report.md").decode()))
     console.print(f"{ended['state']['message']}; report and plots: {store.url}/reports/{run_id}")
 
@@ -156,6 +160,6 @@ def _dead_service(running: Services) -> str | None:
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
-    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError) as error:
+    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None

@@ -18,6 +18,7 @@ from flows.services import ServicesError
 from flows.supervisor import EventTail, attempt_scratch
 
 POLL_S = 0.5
+PATIENCE_S = 120.0  # for a server that lives and gives no good answer
 MEMORY_EVERY_S = 2.0
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
@@ -76,6 +77,7 @@ def follow(api: Api, view: RunView, console: Console, dead_service: Callable[[],
     """Show the run until it ends; returns the run as it ended.
 
     `dead_service` names a service that has died, or None: a run without its worker would be waited for in vain.
+    Raises httpx.HTTPError once the server has given no good answer for PATIENCE_S.
     """
     columns = [
         TextColumn("{task.fields[node]:<13}"),
@@ -89,11 +91,15 @@ def follow(api: Api, view: RunView, console: Console, dead_service: Callable[[],
             for node, state in view.nodes.items()
         }
         told: dict[str, str] = {}
+        answered = time.monotonic()
         while True:
             try:
                 run = view.refresh(api)
-            except httpx.TransportError:
-                # A busy server answers late; a dead one shows below.
+                answered = time.monotonic()
+            except (httpx.TransportError, httpx.HTTPStatusError) as error:
+                # A busy server answers late, or with a 5xx; a dead one shows below.
+                if _refused(error) or time.monotonic() - answered > PATIENCE_S:
+                    raise
                 run = None
             _draw(progress, bars, view)
             if not console.is_terminal:
@@ -104,6 +110,11 @@ def follow(api: Api, view: RunView, console: Console, dead_service: Callable[[],
             if dead is not None:
                 raise ServicesError(dead)
             time.sleep(POLL_S)
+
+
+def _refused(error: httpx.HTTPError) -> bool:
+    """Whether the same question would get the same answer."""
+    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
 
 
 def _draw(progress: Progress, bars: dict[str, TaskID], view: RunView) -> None:

@@ -114,7 +114,7 @@ def up(project: Path, port: int | None = None) -> UpResult:
             _start_server(place, services)
         try:
             _bring_up(place, services)
-        except ServicesError:
+        except (ServicesError, KeyboardInterrupt):
             if "server" not in before:
                 _stop(place, services)
             raise
@@ -219,7 +219,7 @@ def _bring_up(place: Place, services: Services) -> None:
     register = _start_registering(place, services, [])
     try:
         _wait_healthy(place, services)
-    except ServicesError:
+    except (ServicesError, KeyboardInterrupt):
         register.kill()
         register.wait()
         raise

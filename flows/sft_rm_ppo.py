@@ -21,7 +21,8 @@ from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overr
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
 from rlhf_core.config.training import RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
-from stages.plan import plan_pipeline
+from stages.plan import PlannedStage, plan_pipeline
+from stages.prepare_data import PREPARE_DATA
 
 DEFAULT_RUN = RunSettings.model_validate({})
 NO_OVERRIDES: list[str] = []
@@ -55,7 +56,7 @@ def sft_rm_ppo(
     futures: dict[str, PrefectFuture[Any]] = {}
     try:
         for planned in plan:
-            upstream = [futures[source] for source in dict.fromkeys(planned.inputs.values())]
+            upstream = [futures[source] for source in waits_for(planned, plan)]
             # Prefect's overloads know `wait_for` only together with `return_state`.
             futures[planned.node] = artifact.submit(planned.node, pipeline, wait_for=upstream, return_state=False)
         for future in futures.values():
@@ -70,6 +71,14 @@ def sft_rm_ppo(
     publish_report(pipeline, references)
     made = sum(not reference.reused for reference in references.values())
     return Completed(message=f"{made} artifacts made, {len(references) - made} reused")
+
+
+def waits_for(planned: PlannedStage, plan: list[PlannedStage]) -> list[str]:
+    """The nodes that end before `planned` starts: its inputs, and all data sets, so that a bad one is refused before
+    any engine starts.
+    """
+    data = [] if planned.stage is PREPARE_DATA else [other.node for other in plan if other.stage is PREPARE_DATA]
+    return list(dict.fromkeys([*data, *planned.inputs.values()]))
 
 
 def resolve(given: dict[str, Any], overrides: list[str]) -> PipelineSettings:

@@ -2,6 +2,8 @@
 
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from rlhf_core.store.backends import TEMPORARY_PREFIX, Backend, LocalFiles, S3Files, StoreError
@@ -42,7 +44,9 @@ def _open_backend(url: str) -> tuple[Backend, str]:
 class Store:
     """Files below `url`, which is a directory (made absolute), file:///directory or s3://bucket/prefix.
 
-    All paths are POSIX and relative to it. Opening does not touch the store; `check_writable` does.
+    All paths are POSIX and relative to it. Opening does not touch the store; `check_writable` does. Whatever keeps a
+    file or directory from being read, written or deleted is a StoreError, one line; only what is missing is a
+    FileNotFoundError.
     """
 
     def __init__(self, url: str):
@@ -67,11 +71,13 @@ class Store:
 
     def read_bytes(self, path: str) -> bytes:
         """Raises FileNotFoundError when there is no such file."""
-        return self._backend.read_bytes(check_relative(path))
+        with self._plain_errors("read", path):
+            return self._backend.read_bytes(check_relative(path))
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replaces the file at once: a reader sees the old content or the new."""
-        self._backend.write_bytes(check_relative(path), data)
+        with self._plain_errors("written", path):
+            self._backend.write_bytes(check_relative(path), data)
 
     def create(self, path: str, data: bytes) -> bool:
         """Writes only if nothing is there: True if this call wrote, False if a file was there.
@@ -79,25 +85,30 @@ class Store:
         A store may ignore the condition, or answer False to a repeated request whose first answer was lost: read back
         and compare.
         """
-        return self._backend.create(check_relative(path), data)
+        with self._plain_errors("written", path):
+            return self._backend.create(check_relative(path), data)
 
     def exists(self, path: str) -> bool:
         """Whether a file or directory is there."""
-        return self._backend.exists(check_relative(path))
+        with self._plain_errors("read", path):
+            return self._backend.exists(check_relative(path))
 
     def list_names(self, path: str) -> list[str]:
         """Sorted names of the files and directories directly below `path` ('' for the top); [] when there is none.
         Never cached.
         """
-        return self._backend.list_names(check_relative(path) if path else path)
+        with self._plain_errors("listed", path):
+            return self._backend.list_names(check_relative(path) if path else path)
 
     def list_files(self, path: str) -> list[str]:
         """Sorted relative paths of all files below `path`, at any depth; [] when there is none."""
-        return self._backend.list_files(check_relative(path))
+        with self._plain_errors("listed", path):
+            return self._backend.list_files(check_relative(path))
 
     def upload_file(self, local: str | Path, path: str) -> str:
         """Copies a local file in and returns its SHA-256."""
-        return self._backend.upload_file(Path(local), check_relative(path))
+        with self._plain_errors("written", path):
+            return self._backend.upload_file(Path(local), check_relative(path))
 
     def upload_dir(self, local_dir: str | Path, path: str) -> dict[str, str]:
         """Copies every file below `local_dir` to the same relative path below `path`. Returns relative path to
@@ -111,7 +122,8 @@ class Store:
 
     def download_file(self, path: str, local: str | Path) -> str:
         """Copies a file out and returns its SHA-256. Raises FileNotFoundError when there is no such file."""
-        return self._backend.download_file(check_relative(path), Path(local))
+        with self._plain_errors("fetched", path):
+            return self._backend.download_file(check_relative(path), Path(local))
 
     def download_dir(self, path: str, local_dir: str | Path) -> dict[str, str]:
         """Copies every file below `path` out. Returns relative path to SHA-256; raises FileNotFoundError when there
@@ -165,11 +177,26 @@ class Store:
 
     def delete_file(self, path: str) -> None:
         """Absent is fine."""
-        self._backend.delete_file(check_relative(path))
+        with self._plain_errors("deleted", path):
+            self._backend.delete_file(check_relative(path))
 
     def delete_dir(self, path: str) -> None:
         """Deletes every file below `path`. Absent is fine."""
-        self._backend.delete_dir(check_relative(path))
+        with self._plain_errors("deleted", path):
+            self._backend.delete_dir(check_relative(path))
+
+    @contextmanager
+    def _plain_errors(self, done: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise StoreError(
+                f"{path or 'the top'} in store {self.url!r} cannot be {done}: {why}; "
+                "give a directory or an s3://bucket/prefix that this user can read and write"
+            ) from error
 
 
 def _verify_directory(directory: Path, files: dict[str, str]) -> Path:

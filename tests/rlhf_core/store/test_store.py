@@ -145,6 +145,25 @@ def test_a_file_system_that_takes_no_files_is_refused() -> None:
     assert "cannot be written: No such file or directory; give a directory" in refusal("/proc/rlhf-store")
 
 
+def test_what_keeps_a_file_from_being_used_is_one_line_and_what_is_missing_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a store")
+    store = Store(str(tmp_path / "file"))
+    for use in (
+        lambda: store.read_bytes("a/b"),
+        lambda: store.write_bytes("a/b", b""),
+        lambda: store.create("a/b", b""),
+        lambda: store.list_names("a"),
+        lambda: store.upload_file(tmp_path / "file", "a/b"),
+        lambda: store.download_file("a/b", tmp_path / "out"),
+        lambda: store.delete_file("a/b"),
+        lambda: store.delete_dir("a"),
+    ):
+        with pytest.raises(StoreError, match=r"^a(/b)? in store '.*/file' cannot be \w+: .*; give a directory"):
+            use()
+    with pytest.raises(FileNotFoundError):
+        Store(str(tmp_path / "empty")).read_bytes("a/b")
+
+
 def test_a_bucket_that_does_not_exist_is_refused(s3_url: str) -> None:
     assert "bucket 'no-such-bucket' does not exist; create it or give another" in refusal("s3://no-such-bucket/prefix")
     for use in (lambda s: s.read_bytes("a"), lambda s: s.list_names("a"), lambda s: s.write_bytes("a", b"")):
