@@ -11,6 +11,8 @@ from rlhf_core.store.leases import Lease
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.events import EventLog
+from rlhf_core.tracking.history import History
+from rlhf_core.training.rank import Job
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class StageContext:
     node: str
     stage: str
     key: str
+    key_source: dict[str, Any]
     settings: Any
     run: RunSettings
     store: Store
@@ -39,6 +42,29 @@ class StageContext:
     inputs: dict[str, Path]
     manifests: dict[str, Manifest]
     events: EventLog
+
+    @property
+    def files(self) -> Path:
+        """The directory that becomes the artifact."""
+        return self.scratch / "artifact"
+
+    def history(self) -> History:
+        """The stage's metrics: in the artifact, and in TensorBoard and W&B where asked for. To be closed."""
+        name = f"{self.node}-{self.key[:8]}"
+        config = self.settings.model_dump(mode="json")
+        return History(self.files, self.events, self.run.tracking, run_name=name, config=config)
+
+    def job(self) -> Job:
+        """What the trainers' ranks are told."""
+        return Job(
+            stage=self.stage,
+            key=self.key,
+            settings=self.settings,
+            store_url=self.store.url,
+            lease=self.lease.n,
+            scratch=str(self.scratch),
+            manifests=self.manifests,
+        )
 
 
 @dataclass(frozen=True)

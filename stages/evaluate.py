@@ -1,10 +1,11 @@
 """evaluate: greedy exact match on held-out prompts, of the PPO model and of the SFT model it started from."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.rl import EvaluateSettings
-from stages.contract import check_same_tokenizer
+from stages.contract import check_length, check_same_tokenizer, described
 from stages.definition import Stage, StageContext, StageResult
 
 MODELS = ("sft", "ppo")
@@ -19,19 +20,23 @@ def evaluate(context: StageContext) -> StageResult:
 
     settings: EvaluateSettings = context.settings
     check_same_tokenizer(**{name: context.manifests[name] for name in MODELS})
+    for name in MODELS:
+        model = described(name, context.manifests[name])
+        length = settings.sampler.max_model_len
+        check_length("evaluate.sampler.max_model_len", length, model, context.inputs[name] / "model")
     tokenizer = load_tokenizer(context.inputs["sft"] / "model")
     prompts, dropped = load_prompts(context.inputs["data"] / "rows.jsonl", tokenizer, settings.max_prompt_len)
     rows = [{"prompt": prompt.text, "label": prompt.label} for prompt in prompts]
     metrics: dict[str, Any] = {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
-    with ray_session(context.run.cluster, actors=1):
+    with closing(context.history()) as history, ray_session(context.run.cluster, actors=1):
         for number, (name, texts) in enumerate(_completions(context, tokenizer, prompts), start=1):
             hits = _score(rows, name, texts)
             metrics[f"exact_match/{name}"] = sum(hits) / len(hits)
+            history.add(0, {"exact_match": metrics[f"exact_match/{name}"]}, phase=name)
             context.events.progress(number, len(MODELS), f"evaluating {name}")
     metrics["gain"] = metrics["exact_match/ppo"] - metrics["exact_match/sft"]
-    files = context.scratch / "artifact"
-    write_jsonl(files / "samples.jsonl", rows)
-    return StageResult(files, metrics, summary=_summary(metrics, rows[:SHOWN]))
+    write_jsonl(context.files / "samples.jsonl", rows)
+    return StageResult(context.files, metrics, summary=_summary(metrics, rows[:SHOWN]))
 
 
 def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> Any:

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from rlhf_core.config.base import Settings, SettingsError, key_settings
+from rlhf_core.config.base import Settings, key_settings
 from rlhf_core.config.data import DataSource, PrepareDataSettings
 from rlhf_core.config.pipeline import PipelineSettings
-from rlhf_core.config.training import ModelSource
-from rlhf_core.data.arithmetic import GENERATOR_VERSION
-from rlhf_core.store.keys import StageKey, directory_digest, remote_fingerprint, stage_key
+from rlhf_core.store.keys import StageKey, stage_key
 from stages.definition import Stage
 from stages.evaluate import EVALUATE
+from stages.inputs import data_fingerprints, model_digest
 from stages.ppo import PPO
 from stages.prepare_data import PREPARE_DATA
 from stages.rm import RM
@@ -51,45 +49,10 @@ def plan_pipeline(settings: PipelineSettings) -> list[PlannedStage]:
         source: DataSource | None = getattr(settings.data, kind)
         if source is not None:
             prepare = PrepareDataSettings(dataset=kind, source=source)
-            add(f"data-{kind}", PREPARE_DATA, prepare, {}, {}, _data_fingerprints(kind, source))
-    add("sft", SFT, settings.sft, {"data": "data-sft"}, _model_digest(settings.sft.model), {})
+            add(f"data-{kind}", PREPARE_DATA, prepare, {}, {}, data_fingerprints(kind, source))
+    add("sft", SFT, settings.sft, {"data": "data-sft"}, model_digest(settings.sft.model), {})
     add("rm", RM, settings.rm, {"model": "sft", "data": "data-pairs"}, {}, {})
     ppo_inputs = {"policy": "sft", "reward": "rm", "prompts": "data-prompts", "eval": "data-eval"}
     add("ppo", PPO, settings.ppo, ppo_inputs, {}, {})
     add("evaluate", EVALUATE, settings.evaluate, {"sft": "sft", "ppo": "ppo", "data": "data-eval"}, {}, {})
     return list(plan.values())
-
-
-def _data_fingerprints(kind: str, source: DataSource) -> dict[str, str]:
-    prints = {"generator": f"arithmetic-{GENERATOR_VERSION}"} if source.arithmetic else {}
-    for name, url in (("path", source.path), ("eval_path", source.eval_path)):
-        if url is not None:
-            try:
-                prints[name] = remote_fingerprint(url)
-            except FileNotFoundError:
-                raise SettingsError(
-                    f"data.{kind}.{name}: file {url} does not exist; give the path or s3:// URL of a data file"
-                ) from None
-    return prints
-
-
-def _model_digest(source: ModelSource) -> dict[str, str]:
-    if source.path is None:
-        return {}
-    check_model_directory(source.path)
-    return {"model": directory_digest(source.path)}
-
-
-def check_model_directory(path: str) -> None:
-    """Refuses what no engine could load, before one starts."""
-    directory = Path(path)
-    wanted = {
-        "config.json": ["config.json"],
-        "weights (*.safetensors)": ["*.safetensors"],
-        "tokenizer.json": ["tokenizer.json", "tokenizer.model"],
-    }
-    if not directory.is_dir():
-        raise SettingsError(f"sft.model.path: {path} is not a directory; give a Hugging Face model directory")
-    for what, patterns in wanted.items():
-        if not any(any(directory.glob(pattern)) for pattern in patterns):
-            raise SettingsError(f"sft.model.path: {path} has no {what}; give a complete Hugging Face model directory")

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf_core.config.training import RmSettings
 from rlhf_core.store.store import StoreError
+from stages.contract import check_length, described
 from stages.definition import Stage, StageContext, StageResult
 from stages.supervised import train_supervised
 
@@ -18,6 +19,8 @@ def rm(context: StageContext) -> StageResult:
             "the pairs have no held-out rows, and the reward model's accuracy and normalisation are measured on "
             "them; give data.pairs an eval_path or, when generated, eval_rows"
         )
+    base = described("model", context.manifests["model"])
+    check_length("rm.max_len", context.settings.max_len, base, context.inputs["model"] / "model")
     trained = train_supervised(context, RM_TRAINER, "AutoModelForSequenceClassification")
     plot_curves(
         trained.files / "plots" / "accuracy.png",

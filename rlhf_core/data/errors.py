@@ -1,4 +1,4 @@
-"""Errors of data that a user can mend. Loads without torch, so that a driver can name them before an engine is there."""
+"""Errors of data that a user can mend. Loads without torch, for the drivers."""
 
 
 class DataError(Exception):

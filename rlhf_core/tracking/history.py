@@ -110,8 +110,7 @@ def _close_wandb(run: Any, directory: Path) -> None:
 
     run.finish()
     wandb.teardown()  # finish() returns before an offline run's file is written
+    for link in [path for path in directory.iterdir() if path.is_symlink()]:  # to the newest run and to its logs
+        link.unlink()
     for leftover in (*directory.glob("*/logs"), *directory.glob("*/tmp")):
         shutil.rmtree(leftover)
-    for link in directory.iterdir():
-        if link.is_symlink():
-            link.unlink()

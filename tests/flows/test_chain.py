@@ -24,6 +24,7 @@ from rich.console import Console
 from flows import services
 from flows.api import Api
 from flows.follow import FINAL_STATES, NodeView, RunView, follow
+from rlhf_core.cluster.leftovers import attempt_name, leftovers
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store.artifacts import artifact_path, fetch, read_manifest
 from rlhf_core.store.keys import stage_key
@@ -170,9 +171,15 @@ def kill_when(chain: Chain, node: str, step: int) -> None:
     below = worker.children(recursive=True)
     driver = next(process for process in below if f"{scratch}/spec.json" in process.cmdline())
     supervisor = next(process for process in driver.parents() if process.ppid() == worker.pid)
+    assert [path.parent for path in leftovers(attempt_name(Path(scratch)))][-1:] == [Path("/tmp")]
     supervisor.kill()
     _, alive = psutil.wait_procs([supervisor, driver], timeout=30)
     assert not alive, f"the driver outlived its supervisor: {alive}"
+    # The guardian goes last, when it has removed what the attempt made.
+    attempt = Path(scratch)
+    wait_until(lambda: len(list(attempt.iterdir())) <= 3, limit_s=30)
+    assert sorted(path.name for path in attempt.iterdir()) == ["driver.log", "events.jsonl", "spec.json"]
+    assert leftovers(attempt_name(attempt)) == []
 
 
 def test_a_killed_stage_goes_on_from_its_newest_training_checkpoint(chain: Chain, killed_and_retried: str):
@@ -225,6 +232,7 @@ def test_a_killed_and_resumed_run_has_the_bits_of_one_that_was_not_killed(
         for manifest in (straight, resumed)
     ]
     assert timeless[0] == timeless[1]
+    assert chain.lines(straight, "samples.jsonl") == chain.lines(resumed, "samples.jsonl")
 
 
 def test_sampler_and_trainer_agree_after_every_transfer(chain: Chain, killed_and_retried: str):
@@ -258,7 +266,9 @@ def test_the_artifacts_load_as_what_they_are(chain: Chain, killed_and_retried: s
         assert list((tmp_path / node).glob("wandb/offline-run-*/*.wandb"))
         assert list((tmp_path / node / "tensorboard").iterdir())
     for file in tmp_path.rglob("*"):
-        assert not file.is_file() or b"a-secret-that-no-artifact-may-hold" not in file.read_bytes(), file
+        content = file.read_bytes() if file.is_file() else b""
+        assert b"a-secret-that-no-artifact-may-hold" not in content, file
+        assert "wandb" not in file.parts or str(chain.project).encode() not in content, file
 
 
 def test_everything_is_shown_in_the_ui(chain: Chain, killed_and_retried: str):

@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from rlhf_core.store.manifest import Manifest
-from stages.contract import ContractError, check_head, check_same_tokenizer
+from stages.contract import ContractError, check_head, check_length, check_same_tokenizer, described
 
 FACTS = {
     "tokenizer_digest": "a" * 64,
@@ -49,3 +51,25 @@ def test_a_reward_model_needs_its_head_and_statistics():
     assert check_head("reward", manifest("rm", head={"name": "score", "mean": 1.5, "std": 0.5})) == (1.5, 0.5)
     with pytest.raises(ContractError, match=r"reward \(sft/cccccccccccc\) has no score head; give a reward model"):
         check_head("reward", manifest())
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4.0}}, None),
+        ({"n_layer": 2}, None),
+    ],
+)
+def test_a_sequence_has_to_fit_the_models_positions(tmp_path, config, longest):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = described("model", manifest())
+    check_length("rm.max_len", 64, model, tmp_path)
+    if longest is None:
+        check_length("rm.max_len", 65, model, tmp_path)
+    else:
+        with pytest.raises(ContractError) as caught:
+            check_length("rm.max_len", 65, model, tmp_path)
+        named = "rm.max_len 65 is above max_position_embeddings 64 of model (sft/cccccccccccc)"
+        assert str(caught.value).startswith(named)

@@ -1,12 +1,17 @@
 import json
+import math
+import socket
 import struct
+from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from rlhf_core.config.pipeline import TrackingSettings
 from rlhf_core.tracking.events import EventLog, read_events
 from rlhf_core.tracking.history import History
+from rlhf_core.tracking.plots import plot_curves
 
 
 def history(tmp_path, **tracking):
@@ -54,10 +59,46 @@ def test_a_resumed_history_has_no_gap_and_nothing_twice(tmp_path):
     for step in (1, 2, 3):
         first.add(step, {"loss": float(step)})
     resumed = history(tmp_path)
-    resumed.replace(first.records[:2])
+    resumed.replace(first.records[:2], [])
     resumed.add(3, {"loss": 3.0})
     assert resumed.curve("loss") == ([1, 2, 3], [1.0, 2.0, 3.0])
     assert lines(tmp_path) == resumed.records
+
+
+def test_samples_travel_with_a_checkpoint(tmp_path):
+    """What a checkpoint keeps is strict JSON and gives the samples that an uninterrupted run has."""
+
+    def show(h, steps):
+        for step in steps:
+            h.add_sample(step, prompt="1+1=", response=f"{step}", label="2", reward=float("nan") if step == 1 else 0.5)
+
+    straight, first, resumed = (history(tmp_path / name) for name in ("straight", "first", "resumed"))
+    show(straight, (1, 2, 3))
+    show(first, (1, 2))
+    kept = json.loads(json.dumps({"records": first.records, "samples": first.samples}, allow_nan=False))
+    resumed.replace(kept["records"], kept["samples"])
+    show(resumed, (3,))
+    assert resumed.samples == straight.samples
+    assert straight.samples[1] == {"step": 2, "prompt": "1+1=", "response": "2", "label": "2", "reward": 0.5}
+    shown = [e["response"] for e in read_events(tmp_path / "straight" / "events.jsonl") if e["type"] == "sample"]
+    assert shown == ["1", "2", "3"]
+
+
+def test_a_nan_metric_is_kept_by_name_and_shown_as_what_it_is(tmp_path):
+    first = history(tmp_path / "first", tensorboard=True)
+    for step, loss in enumerate((1.0, math.nan, math.inf), start=1):
+        first.add(step, {"loss": loss})
+    assert [r["loss"] for r in lines(tmp_path / "first")] == [1.0, "nan", "inf"]
+    kept = json.loads(json.dumps(first.records, allow_nan=False))
+    resumed = history(tmp_path, tensorboard=True)
+    resumed.replace(kept, [])
+    resumed.add(4, {"loss": 2.0})
+    steps, losses = resumed.curve("loss")
+    assert steps == [1, 2, 3, 4]
+    assert (losses[0], losses[2], losses[3]) == (1.0, math.inf, 2.0)
+    assert math.isnan(losses[1])
+    plot_curves(tmp_path / "loss.png", "loss", {"loss": (steps, losses)})
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tensorboard_holds_the_same_curve(tmp_path):
@@ -70,21 +111,48 @@ def test_tensorboard_holds_the_same_curve(tmp_path):
     assert [(e.step, e.value) for e in accumulator.Scalars("train/loss")] == [(1, 2.0), (5, 1.0)]
 
 
-def test_an_offline_wandb_run_holds_the_same_curve_and_the_settings(tmp_path):
+@pytest.fixture
+def wandb_run(tmp_path, capfd):
+    """(directory of the W&B files, their records) of a short offline run that prints while it is open."""
     h = history(tmp_path, wandb_project="rlhf-test")
     h.add(1, {"loss": 2.0})
+    print("printed by the driver")
     h.add(5, {"loss": 1.0})
     h.close()
-    (file,) = (tmp_path / "a" / "wandb").glob("offline-run-*/run-*.wandb")
-    rows, config, project = [], {}, None
+    directory = tmp_path / "a" / "wandb"
+    (file,) = directory.glob("offline-run-*/run-*.wandb")
+    records = []
     for data in wandb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.HasField("history"):
-            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-        if record.HasField("run"):
-            project = record.run.project
-            config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    assert project == "rlhf-test"
+        records.append(record)
+    return directory, records
+
+
+def test_an_offline_wandb_run_holds_the_same_curve_and_the_settings(wandb_run):
+    _, records = wandb_run
+    rows = [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    (run,) = [record.run for record in records if record.HasField("run")]
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert run.project == "rlhf-test"
     assert config["lr"] == 0.1
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 2.0), (5, 1.0)]
+
+
+def test_what_wandb_leaves_to_be_published_says_nothing_of_this_machine(wandb_run, tmp_path):
+    directory, records = wandb_run
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert run.host == "rlhf-flows" != socket.gethostname()
+    assert not [record for record in records if record.HasField("output") or record.HasField("output_raw")]
+    left = [path for path in directory.rglob("*") if not path.is_dir() or path.is_symlink()]
+    assert [path for path in left if path.is_symlink() or "logs" in path.parts] == []
+    assert left
+    for path in left:
+        content = path.read_bytes()
+        assert str(tmp_path).encode() not in content, path
+        assert str(Path(__file__).parents[3]).encode() not in content, path
+        assert b"printed by the driver" not in content, path

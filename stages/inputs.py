@@ -1,0 +1,77 @@
+"""What a stage reads from outside the store: fingerprints for its key, compared again when it is read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.data import DataSource
+from rlhf_core.config.training import ModelSource
+from rlhf_core.data.arithmetic import GENERATOR_VERSION
+from rlhf_core.store.keys import directory_digest, remote_fingerprint
+
+
+def data_fingerprints(kind: str, source: DataSource) -> dict[str, str]:
+    """Field of the source -> fingerprint of what it names. Raises SettingsError for a file that cannot be read."""
+    prints = {"generator": f"arithmetic-{GENERATOR_VERSION}"} if source.arithmetic else {}
+    for name, url in (("path", source.path), ("eval_path", source.eval_path)):
+        if url is not None:
+            with _readable(f"data.{kind}.{name}", f"file {url}", "give the path or s3:// URL of a data file"):
+                prints[name] = remote_fingerprint(url)
+    return prints
+
+
+def model_digest(source: ModelSource) -> dict[str, str]:
+    """{"model": content digest} of a model directory; empty for a model from scratch, whose settings say all."""
+    if source.path is None:
+        return {}
+    with _readable("sft.model.path", source.path, "give a Hugging Face model directory"):
+        check_model_directory(source.path)
+        return {"model": directory_digest(source.path)}
+
+
+@contextmanager
+def _readable(setting: str, what: str, instead: str) -> Iterator[None]:
+    """Whatever keeps `what` from being read becomes a SettingsError, one line, that names the setting."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise SettingsError(f"{setting}: {what} does not exist; {instead}") from None
+    except (OSError, ValueError, ImportError, *_s3_errors()) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise SettingsError(f"{setting}: {what} cannot be read: {why}; {instead} that this user can read") from error
+
+
+def _s3_errors() -> tuple[type[Exception], ...]:
+    """botocore's errors, which are no OSErrors. Imported where one may have been raised: most runs need no S3."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError
+
+
+def check_model_directory(path: str) -> None:
+    """Refuses what no engine could load, before one starts."""
+    directory = Path(path)
+    wanted = {
+        "config.json": ["config.json"],
+        "weights (*.safetensors)": ["*.safetensors"],
+        "tokenizer.json": ["tokenizer.json", "tokenizer.model"],
+    }
+    if not directory.is_dir():
+        raise SettingsError(f"sft.model.path: {path} is not a directory; give a Hugging Face model directory")
+    for what, patterns in wanted.items():
+        if not any(any(directory.glob(pattern)) for pattern in patterns):
+            raise SettingsError(f"sft.model.path: {path} has no {what}; give a complete Hugging Face model directory")
+
+
+def check_unchanged(where: str, now: dict[str, str], planned: dict[str, str]) -> None:
+    """Refuses content that is not what the stage's key was made from: the artifact would not be what its key says.
+
+    `planned` may hold more than `now`, e.g. the keys of input artifacts. Raises SettingsError.
+    """
+    for name, fingerprint in now.items():
+        if planned.get(name) != fingerprint:
+            raise SettingsError(
+                f"{where}.{name} is not what this run was planned with: its fingerprint was "
+                f"{str(planned.get(name))[:20]} and is {fingerprint[:20]}; start the run again"
+            )
