@@ -11,16 +11,17 @@ from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.dispatch import cause
 from flows.processes import identify
-from flows.sft_rm_ppo import resolve
+from flows.sft_rm_ppo import resolve, waits_for
 from flows.stage_flow import _Run, claim, lease_owner
 from flows.supervisor import StageStopped, attempt_scratch
 from rlhf_core.config.base import SettingsError
-from rlhf_core.config.pipeline import RunSettings, read_pipeline
+from rlhf_core.config.pipeline import RunSettings, load_pipeline, read_pipeline
 from rlhf_core.store import leases
 from rlhf_core.store.artifacts import publish
 from rlhf_core.store.keys import StageKey, stage_key
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
+from stages.plan import plan_pipeline
 from stages.spec import StageSpec
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,18 @@ def test_a_run_that_is_cancelled_does_not_wait_on(run: _Run):
     leases.acquire(run.store, "sft", run.spec.key, {"flow_run": "another"}, ttl_s=3600)
     with pytest.raises(StageStopped):
         claim(run, logger, lambda: True)
+
+
+def test_every_stage_waits_for_all_data_and_data_for_nothing():
+    plan = plan_pipeline(load_pipeline(DEMO))
+    data = {planned.node for planned in plan if planned.node.startswith("data-")}
+    waits = {planned.node: set(waits_for(planned, plan)) for planned in plan}
+    assert waits == {node: set() for node in data} | {
+        "sft": data,
+        "rm": data | {"sft"},
+        "ppo": data | {"sft", "rm"},
+        "evaluate": data | {"sft", "ppo"},
+    }
 
 
 def test_overrides_are_merged_last():

@@ -75,3 +75,24 @@ def test_the_drivers_first_cause_is_the_runs_message(prefect, tmp_path: Path):
     assert str(missing) in message
     assert "\n" not in message
     assert read_manifest(Store(spec.run.store), "prepare-data", spec.key) is None
+
+
+def test_bad_data_is_refused_before_any_engine_starts(prefect, tmp_path: Path):
+    bad = tmp_path / "eval.jsonl"
+    bad.write_text('{"question": "1+1=", "label": "2"}\n')
+    overrides = [f"run.store={tmp_path / 'store'}", f"run.scratch={tmp_path / 'scratch'}"]
+    overrides += [f"data.{kind}.arithmetic={{rows: 8, eval_rows: 4}}" for kind in ("sft", "pairs")]
+    overrides += ["data.steps=null", "data.prompts.arithmetic={rows: 8}", f"data.eval={{path: {bad}}}"]
+    with Api(prefect.services.api_url) as api:
+        deployment = api.get("/deployments/name/sft-rm-ppo/demo")
+        body = {"parameters": {"set": overrides}, "state": {"type": "SCHEDULED"}}
+        run_id = api.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
+        nodes = ("data-sft", "data-pairs", "data-prompts", "data-eval")
+        # A node beyond these would be a KeyError of the view.
+        view = RunView(run_id, {node: NodeView() for node in nodes})
+        ended = follow(api, view, Console(quiet=True), lambda: None)
+        children = api.flow_runs(tags={"all_": [f"parent:{run_id}"]})
+    assert ended["state_type"] == "FAILED"
+    assert ended["state"]["message"].startswith("data-eval: ")
+    assert "has no column prompt" in ended["state"]["message"]
+    assert sorted(child["parameters"]["spec"]["node"] for child in children) == sorted(nodes)
