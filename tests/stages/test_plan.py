@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from botocore.exceptions import NoCredentialsError
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import load_pipeline
@@ -98,6 +99,30 @@ def test_an_incomplete_model_directory_is_refused_before_anything_starts(plan, t
         plan(f"sft.model={{path: {tmp_path}}}")
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_model_directory_that_reaches_itself_through_a_link_is_refused(plan, tmp_path):
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "again").symlink_to(tmp_path)
+    with pytest.raises(SettingsError, match=r"^sft\.model\.path: .* twice through links; remove the link"):
+        plan(f"sft.model={{path: {tmp_path}}}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(13, "Permission denied"), ValueError("the store gives no ETag"), NoCredentialsError()],
+)
+def test_data_that_cannot_be_read_is_refused_in_one_line(plan, monkeypatch, error):
+    def refuse(url):
+        raise error
+
+    monkeypatch.setattr("stages.inputs.remote_fingerprint", refuse)
+    with pytest.raises(SettingsError) as caught:
+        plan("data.eval={path: s3://bucket/eval.jsonl}")
+    assert str(caught.value).startswith("data.eval.path: file s3://bucket/eval.jsonl cannot be read: ")
+    assert str(error) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
