@@ -223,7 +223,12 @@ def engine_arguments(
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        ours |= {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30)}
+        ours |= {
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30),
+            # A prompt cut in two takes a seeded request's generator back by a step, which the CPU's cannot do.
+            "enable_chunked_prefill": False,
+        }
     else:
         ours |= {"gpu_memory_utilization": settings.gpu_memory_utilization}
     for name in settings.engine_args:

@@ -185,6 +185,16 @@ def test_two_processes_give_the_same_bits(sampler: Any, second: Any, untied: Any
         assert bits(other.generate(asked)) == bits(sampler.generate(asked))
 
 
+def test_prompts_beyond_one_steps_token_budget_wait_and_are_not_cut(sampler: Any, second: Any, untied: Any):
+    """vLLM on the CPU dies of a seeded request whose prompt is cut in two: "CPU Generator does not use offset"."""
+    asked = requests(16)
+    assert sum(len(request.prompt_ids) for request in asked) > 64
+    few = FP32.model_copy(update={"engine_args": {"max_num_batched_tokens": 64}})
+    with closing(second.Sampler(untied.directory, few, seed=0)) as other:
+        drawn = other.generate(asked)
+    assert [sample.token_ids for sample in drawn] == [sample.token_ids for sample in sampler.generate(asked)]
+
+
 def test_greedy_takes_the_most_likely_token_and_reports_the_models_own_logprob(sampler: Any, untied: Any):
     model = untied.model(untied.weights(seed=0))
     asked = [
