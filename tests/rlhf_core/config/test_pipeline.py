@@ -36,6 +36,7 @@ def test_overrides_leave_their_source_alone():
     ("override", "message"),
     [
         ("sft.sed=1", "sft.sed: unknown setting; did you mean 'seed'?"),
+        ("sft.max_len=65", "sft: max_len 65 is above model.scratch.max_position 64; lower it or give"),
         ("sft.seed", "set: 'sft.seed' is not of the form stage.setting=VALUE, e.g. ppo.optimizer.lr=1e-6"),
         ("sft..seed=1", "set: 'sft..seed=1' is not of the form stage.setting=VALUE, e.g. ppo.optimizer.lr=1e-6"),
         ("sft.seed.x=1", "set: 'sft.seed.x=1' goes below 'seed', which holds a value and no settings"),

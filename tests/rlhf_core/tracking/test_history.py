@@ -2,6 +2,8 @@ import json
 import math
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,14 +113,26 @@ def test_tensorboard_holds_the_same_curve(tmp_path):
     assert [(e.step, e.value) for e in accumulator.Scalars("train/loss")] == [(1, 2.0), (5, 1.0)]
 
 
+SHORT_RUN = """
+import sys
+from pathlib import Path
+from rlhf_core.config.pipeline import TrackingSettings
+from rlhf_core.tracking.events import EventLog
+from rlhf_core.tracking.history import History
+directory = Path(sys.argv[1])
+tracking = TrackingSettings(wandb_project="rlhf-test")
+h = History(directory / "a", EventLog(directory / "e.jsonl"), tracking, run_name="sft-abc", config={"lr": 0.1})
+h.add(1, {"loss": 2.0})
+print("printed by the driver")
+h.add(5, {"loss": 1.0})
+h.close()
+"""
+
+
 @pytest.fixture
-def wandb_run(tmp_path, capfd):
-    """(directory of the W&B files, their records) of a short offline run that prints while it is open."""
-    h = history(tmp_path, wandb_project="rlhf-test")
-    h.add(1, {"loss": 2.0})
-    print("printed by the driver")
-    h.add(5, {"loss": 1.0})
-    h.close()
+def wandb_run(tmp_path):
+    """(directory of the W&B files, their records) of a short offline run whose process prints while it is open."""
+    subprocess.run([sys.executable, "-c", SHORT_RUN, str(tmp_path)], check=True, timeout=120)
     directory = tmp_path / "a" / "wandb"
     (file,) = directory.glob("offline-run-*/run-*.wandb")
     records = []
