@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from rlhf_core.cluster.leftovers import ATTEMPT, leftovers
 from rlhf_core.rollout.weight_transfer import (
     Transfer,
     TransferWriter,
@@ -19,6 +21,7 @@ from rlhf_core.rollout.weight_transfer import (
     read_index,
     read_model_spec,
     read_transfer,
+    transfer_directory,
 )
 
 Send = Callable[[Mapping[str, torch.Tensor], int], Path]
@@ -239,3 +242,15 @@ def test_the_module_that_trainer_and_plugin_import_does_not_bring_vllm():
     code = f"import sys, rlhf_core.rollout.weight_transfer; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_directory_of_a_transfer_is_found_by_its_attempt_and_goes_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = f"test{os.getpid()}"
+    monkeypatch.setenv(ATTEMPT, attempt)
+    with transfer_directory(tmp_path) as directory:
+        (directory / "bucket").write_bytes(b"")
+        assert leftovers(attempt) == [directory]
+        assert leftovers(attempt[:-1]) == []
+    assert leftovers(attempt) == []
