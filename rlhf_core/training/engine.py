@@ -23,12 +23,12 @@ _TAG = "engine"  # DeepSpeed's name for the one checkpoint below a directory
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step, over all ranks and micro-batches."""
+    """Of one optimizer step, over all ranks and micro-batches; metrics are (sum, count) pairs, see `means`."""
 
     loss: float
     grad_norm: float
     lr: float
-    metrics: dict[str, float]
+    metrics: dict[str, tuple[float, float]]
 
 
 def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettings | None) -> dict[str, Any]:
@@ -138,6 +138,8 @@ class TrainEngine:
 
         Denominators are summed over all micro-batches and ranks before the first backward; each micro-batch's loss is
         divided by them and multiplied by the number of ranks, since DeepSpeed averages gradients over ranks.
+
+        Raises ValueError on every rank when the loss, the gradient's norm or a metric is not finite.
         """
         self.engine.train()
         batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
@@ -153,18 +155,21 @@ class TrainEngine:
             if self._unwrapped and number == len(batches) - 1:
                 norm = nn.utils.get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
             self.engine.step()
-            _add_metrics(sums, "loss", loss.detach().item(), 0.0)
-            for name, (total, count) in parts.metrics.items():
-                _add_metrics(sums, name, float(total), float(count))
-        summed = self._all_reduce(sums)
-        if not self._unwrapped:
-            norm = self.engine.get_global_grad_norm()
-        return StepResult(
-            loss=summed["loss sum"],
-            grad_norm=float(norm),
-            lr=lr,
-            metrics=_means(summed),
+            _add_metrics(sums, loss, parts)
+        loss_sum, metrics = self._summed(sums)
+        norm = float(norm if self._unwrapped else self.engine.get_global_grad_norm())
+        self._check_finite(
+            {"loss": loss_sum, "grad_norm": norm, **{name: total for name, (total, _) in metrics.items()}}
         )
+        return StepResult(loss=loss_sum, grad_norm=norm, lr=lr, metrics=metrics)
+
+    def _check_finite(self, values: dict[str, float]) -> None:
+        wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(
+                f"optimizer step {self.engine.global_steps}: {', '.join(wrong)}; lower the learning rate, or look for "
+                "what is wrong with the data or the model that training starts from"
+            )
 
     def evaluate(self, micro_batches: list[Batch], objective: Objective) -> dict[str, float]:
         """Means of the objective's metrics and its loss, over all ranks, without a gradient.
@@ -178,11 +183,9 @@ class TrainEngine:
             outputs = self.infer(**objective.forward_inputs(batch))
             parts = objective.loss(batch, outputs)
             loss = _weighted(parts, totals)
-            _add_metrics(sums, "loss", loss.detach().item(), 0.0)
-            for name, (total, count) in parts.metrics.items():
-                _add_metrics(sums, name, float(total), float(count))
-        summed = self._all_reduce(sums)
-        return {"loss": summed["loss sum"], **_means(summed)}
+            _add_metrics(sums, loss, parts)
+        loss_sum, metrics = self._summed(sums)
+        return {"loss": loss_sum, **means(metrics)}
 
     @torch.no_grad()
     def infer(self, **inputs: Any) -> Tensor:
@@ -201,6 +204,12 @@ class TrainEngine:
         if empty:
             raise ValueError(f"this optimizer step has nothing to average for {', '.join(empty)}: every row is masked")
         return totals
+
+    def _summed(self, sums: dict[str, float]) -> tuple[float, dict[str, tuple[float, float]]]:
+        """The loss, and (sum, count) of each metric, over all ranks, of what `_add_metrics` added up on this one."""
+        summed = self._all_reduce(sums)
+        names = [key.removesuffix(" sum") for key in summed if key.endswith(" sum")]
+        return summed["loss"], {name: (summed[f"{name} sum"], summed[f"{name} count"]) for name in names}
 
     def _all_reduce(self, local: dict[str, float]) -> dict[str, float]:
         """Sums by name over all ranks, in float64; every rank has the same names."""
@@ -271,11 +280,21 @@ def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, 
     return [{"params": members, "weight_decay": decays[matrix]} for matrix, members in groups.items() if members]
 
 
-def _add_metrics(sums: dict[str, float], name: str, total: float, count: float) -> None:
-    sums[f"{name} sum"] = sums.get(f"{name} sum", 0.0) + total
-    sums[f"{name} count"] = sums.get(f"{name} count", 0.0) + count
+def means(*metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Mean of each metric over all given steps: sum of the sums over sum of the counts; without a count it is left out.
+
+    So a step of many tokens weighs more than one of few.
+    """
+    totals: dict[str, tuple[float, float]] = {}
+    for one in metrics:
+        for name, (total, count) in one.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + count
+    return {name: total / count for name, (total, count) in totals.items() if count > 0}
 
 
-def _means(summed: dict[str, float]) -> dict[str, float]:
-    names = [key.removesuffix(" sum") for key in summed if key.endswith(" sum")]
-    return {n: summed[f"{n} sum"] / summed[f"{n} count"] for n in names if summed[f"{n} count"] > 0}
+def _add_metrics(sums: dict[str, float], loss: Tensor, parts: LossParts) -> None:
+    sums["loss"] = sums.get("loss", 0.0) + loss.detach().item()
+    for name, pair in parts.metrics.items():
+        for part, value in zip(("sum", "count"), pair, strict=True):
+            sums[f"{name} {part}"] = sums.get(f"{name} {part}", 0.0) + float(value)

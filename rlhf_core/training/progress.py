@@ -6,6 +6,7 @@ Loads without torch and Ray.
 import logging
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.training import TrainerSettings
 from rlhf_core.store.checkpoints import Checkpoint, complete, newest_complete, rotate
 from rlhf_core.store.leases import Lease
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = ClusterSettings().start_timeout_s
 
 
 class ResumeError(Exception):
@@ -36,6 +39,16 @@ def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History,
     log.info("going on from training checkpoint step %d", checkpoint.step)
     history.events.write("phase", name="resumed", step=checkpoint.step, skipped=skipped)
     return checkpoint.step
+
+
+def check_resumable(store: Store, stage: str, key: str, trainer: TrainerSettings) -> None:
+    """Raises ResumeError if there is a training checkpoint that ranks laid out as `trainer` says cannot load.
+
+    Reads the store alone, so a driver can ask before it starts anything.
+    """
+    checkpoint, _ = newest_complete(store, stage, key)
+    if checkpoint is not None:
+        check_layout(checkpoint, trainer)
 
 
 def check_layout(checkpoint: Checkpoint, trainer: TrainerSettings) -> None:

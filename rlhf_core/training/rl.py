@@ -14,7 +14,7 @@ from rlhf_core.models.scorer import Scorer, last_token_scores, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
-from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered
+from rlhf_core.training.engine import TORCH_DTYPE, StepResult, TrainEngine, gathered, means
 from rlhf_core.training.experience import Experience, Scored, build_experience, experience_batch, kl_per_token
 from rlhf_core.training.rank import Job, TrainerRank
 from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
@@ -40,7 +40,7 @@ class RlTrainer(TrainerRank):
         self.policy = self._engine(
             lambda: self._policy_module(policy_dir),
             settings.optimizer,
-            updates * max(1, settings.steps - settings.critic.warmup_steps),
+            updates * (settings.steps - settings.critic.warmup_steps),
         )
         critic_dir = reward_dir if settings.critic.init == "rm" else policy_dir
         self.critic = self._engine(
@@ -80,24 +80,23 @@ class RlTrainer(TrainerRank):
         """All passes over a rollout. `shards` are every rank's `score`, `rewards` one for each trajectory in order.
 
         The cut into optimizer steps is a function of (seed, step, epoch) over all trajectories, whatever the ranks.
-        Returns means over the optimizer steps.
+        Returns metrics of the whole rollout; loss, gradient norm and learning rate are means over optimizer steps.
         """
         scored = [trajectory for shard in shards for trajectory in shard]
         experience = build_experience(scored, rewards, self.settings.algorithm)
         order = SampleOrder(len(scored), _order_seed(self.settings.seed, step))
         trains_policy = step > self.settings.critic.warmup_steps
-        sums: dict[str, list[float]] = {}
+        results: dict[str, list[StepResult]] = {"critic": [], "policy": []}
         for epoch in range(self.settings.epochs):
             for ids in chunks(order.ids(epoch * len(scored), len(scored)), self.settings.batch_size):
                 batches = self._micro_batches(experience, ids)
-                results = {"critic": self.critic.step(batches, self.value_objective)}
+                results["critic"].append(self.critic.step(batches, self.value_objective))
                 if trains_policy:
-                    results["policy"] = self.policy.step(batches, self.policy_objective)
-                for role, result in results.items():
-                    values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
-                    for name, value in values.items():
-                        sums.setdefault(f"{role}/{name}", []).append(value)
-        return {"kl": kl_per_token(scored), **{name: float(np.mean(values)) for name, values in sums.items()}}
+                    results["policy"].append(self.policy.step(batches, self.policy_objective))
+        summary = {"kl": kl_per_token(scored)}
+        for role, steps in results.items():
+            summary |= {f"{role}/{name}": value for name, value in over_steps(steps).items()}
+        return summary
 
     def write_weights(self, directory: str, version: int) -> str | None:
         """The policy's weights as a transfer; the path of its index on rank 0. Every rank has to call this."""
@@ -155,6 +154,14 @@ class RlTrainer(TrainerRank):
         with gathered([scorer.head.weight], self.settings.trainer.zero_stage, modifier_rank=0), torch.no_grad():
             scorer.head.weight.zero_()
         return scorer
+
+
+def over_steps(steps: Sequence[StepResult]) -> dict[str, float]:
+    """The optimizer steps of a rollout in one: metrics by what they counted, the rest as means over the steps."""
+    if not steps:
+        return {}
+    each = {name: float(np.mean([getattr(step, name) for step in steps])) for name in ("loss", "grad_norm", "lr")}
+    return {**each, **means(*(step.metrics for step in steps))}
 
 
 def _token_row(trajectory: Trajectory) -> list[int]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlhf_core.rollout.weight_transfer import transfer_directory
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import finish_checkpoint, resume_point
+from rlhf_core.training.progress import START_TIMEOUT_S, finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
 RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
@@ -27,7 +28,10 @@ RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
 
 @dataclass
 class PpoRun:
-    """One run of PPO in exact mode: a step is a function of the weights before it, the seed and its number."""
+    """One run of PPO in exact mode: a step is a function of the weights before it, the seed and its number.
+
+    What moves whole checkpoints (restoring, saving) may take start_timeout_s; a step's parts, step_timeout_s each.
+    """
 
     job: Job
     trainers: WorkerGroup
@@ -39,6 +43,11 @@ class PpoRun:
     history: History
     store: Store
     lease: Lease
+    start_timeout_s: float = START_TIMEOUT_S
+
+    @cached_property
+    def _order(self) -> SampleOrder:
+        return SampleOrder(len(self.prompts), self.settings.seed)
 
     @property
     def settings(self) -> PpoSettings:
@@ -47,8 +56,7 @@ class PpoRun:
     def run(self) -> dict[str, Any]:
         """All steps, from the newest complete training checkpoint. Returns what was measured first and last."""
         settings, events = self.settings, self.history.events
-        limit = settings.trainer.step_timeout_s
-        start = resume_point(self.trainers, self.job, self.store, self.history, timeout_s=limit)
+        start = resume_point(self.trainers, self.job, self.store, self.history, timeout_s=self.start_timeout_s)
         self._send_weights(start)
         if start == 0:
             self._evaluate(0)
@@ -73,7 +81,7 @@ class PpoRun:
             self.history,
             step,
             trainer,
-            timeout_s=trainer.step_timeout_s,
+            timeout_s=self.start_timeout_s,
         )
 
     def _step(self, step: int) -> dict[str, float]:
@@ -108,8 +116,7 @@ class PpoRun:
     def _rollout(self, step: int) -> tuple[list[Trajectory], list[str], list[str]]:
         """Trajectories of the step's prompts, their texts and labels."""
         rollout = self.settings.rollout
-        order = SampleOrder(len(self.prompts), self.settings.seed)
-        chosen = [self.prompts[i] for i in order.ids((step - 1) * rollout.prompts, rollout.prompts)]
+        chosen = [self.prompts[i] for i in self._order.ids((step - 1) * rollout.prompts, rollout.prompts)]
         requests = rollout_requests(
             chosen,
             samples_per_prompt=rollout.samples_per_prompt,
@@ -155,12 +162,7 @@ class PpoRun:
 
     def _measured(self) -> dict[str, Any]:
         measured: dict[str, Any] = {"steps": self.settings.steps}
-        for name, phase in (
-            ("reward", "train"),
-            ("reward/rm", "train"),
-            ("reward/exact", "train"),
-            ("exact_match", "eval"),
-        ):
+        for name, phase in _MEASURED:
             values = self.history.curve(name, phase)[1]
             measured[f"{name}/first"], measured[f"{name}/last"] = values[0], values[-1]
         for name in ("parity/max", "parity/mean"):
@@ -197,8 +199,16 @@ def _rollout_metrics(
 
 
 def _parity(trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Largest and mean difference between the sampler's and the trainer's log-probs of the same tokens and weights."""
+    """Largest and mean difference between the sampler's and the trainer's log-probs of the same tokens and weights.
+
+    A NaN of the sampler's is left out and counted. Raises ValueError when it gave nothing else.
+    """
+    given = np.concatenate([t.sampler_logprobs[t.action_mask] for t in trajectories])
+    nan = np.isnan(given)
+    if nan.all():
+        raise ValueError(f"the sampler's log-probs of all {len(given)} tokens of the rollout are NaN")
     differences = np.concatenate(
         [np.abs(t.sampler_logprobs - ours)[t.action_mask] for t, ours in zip(trajectories, logprobs, strict=True)]
     )
-    return {"parity/max": float(differences.max()), "parity/mean": float(differences.mean())}
+    known = differences[~nan]
+    return {"parity/max": float(known.max()), "parity/mean": float(known.mean()), "parity/nan": float(nan.sum())}

@@ -15,7 +15,7 @@ from rlhf_core.data.rows import Row, read_jsonl
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scorer import initialise_head, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
-from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered
+from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
 from rlhf_core.training.objective import Batch, Objective
 from rlhf_core.training.rank import Job, TrainerRank, base_model_directory
 from rlhf_core.training.supervised_objectives import PairwiseObjective, SftObjective, pair_batch, sft_batch
@@ -38,7 +38,10 @@ class SupervisedTrainer(TrainerRank):
         held_out_file = data / "eval.jsonl"
         held_out = read_jsonl(held_out_file) if held_out_file.exists() else []
         self.rows = train
-        self.eval_rows = self._encode_all(held_out, "eval.jsonl")[0] if held_out else []
+        self.eval_rows, dropped = [], 0
+        if held_out:
+            self.eval_rows, eval_counts = self._encode_all(held_out, "eval.jsonl")
+            dropped = eval_counts["dropped_too_long"]
         self.order = SampleOrder(len(train), settings.seed)
         self.position = 0
         self.total_steps = total_steps(settings, len(train))
@@ -49,7 +52,8 @@ class SupervisedTrainer(TrainerRank):
             optimizer=settings.optimizer,
             total_steps=self.total_steps,
         )
-        return {"total_steps": self.total_steps, "eval_rows": len(self.eval_rows), **counts}
+        evaluated = {"eval_rows": len(self.eval_rows), "eval_dropped_too_long": dropped}
+        return {"total_steps": self.total_steps, **evaluated, **counts}
 
     def train_step(self) -> dict[str, float]:
         """The next optimizer step."""
@@ -59,7 +63,7 @@ class SupervisedTrainer(TrainerRank):
         parts = chunks(mine, settings.trainer.micro_batch_size)
         result = self.engine.step([self._batch(part, [True] * len(part)) for part in parts], self.objective)
         self.position += settings.batch_size
-        return {**result.metrics, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        return {**means(result.metrics), "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
 
     def evaluate(self) -> dict[str, float]:
         """Means over the held-out rows. The last rows are dealt out with fill that has no weight."""

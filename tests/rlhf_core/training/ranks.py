@@ -70,15 +70,13 @@ class Ranks:
 
 
 def _serve(connection: Connection, rank: int, ranks: int) -> None:
-    os.environ.update(
-        OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", LOCAL_SIZE=str(ranks), TQDM_DISABLE="1", HF_HUB_OFFLINE="1"
-    )
+    os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", TQDM_DISABLE="1", HF_HUB_OFFLINE="1")
     kept: dict[str, Any] = {}
     while True:
         try:
             program, arguments = connection.recv()
         except EOFError:
-            os._exit(0)  # the interpreter's own way out takes seconds with torch and DeepSpeed in it
+            break
         try:
             if program == "open_rendezvous":
                 from rlhf_core.training import process
@@ -89,11 +87,16 @@ def _serve(connection: Connection, rank: int, ranks: int) -> None:
                 from rlhf_core.training import process
 
                 process.join(rank, ranks, HOST, arguments["port"], kept.get("store"))
+                kept["joined"] = True
                 connection.send((True, None))
             else:
                 connection.send((True, globals()[program](rank, ranks, **arguments)))
         except BaseException:  # noqa: BLE001 - the test process raises it again
             connection.send((False, traceback.format_exc()))
+    if kept.get("joined"):
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 # -- programs -----------------------------------------------------------------------------------------------------
@@ -115,6 +118,8 @@ def train(
     checkpointing: bool = False,
 ) -> dict[str, Any]:
     """Optimizer steps on the same samples. Parameters (of rank 0) and each step's figures."""
+    from rlhf_core.training.engine import means
+
     engine, objective, make_batch = _built(
         kind, model, zero_stage, dtype, optimizer, total_steps, checkpointing=checkpointing
     )
@@ -129,7 +134,7 @@ def train(
         "loss": [r.loss for r in results],
         "grad_norm": [r.grad_norm for r in results],
         "lr": [r.lr for r in results],
-        "metrics": [r.metrics for r in results],
+        "metrics": [means(r.metrics) for r in results],
     }
 
 
@@ -219,27 +224,31 @@ def gathered(rank: int, ranks: int, *, kind: str, model: str, zero_stage: int, b
     return parameters
 
 
-def export(rank: int, ranks: int, *, kind: str, model: str, zero_stage: int, samples: Any, directory: str) -> Any:
+def export(
+    rank: int, ranks: int, *, kind: str, model: str, zero_stage: int, samples: Any, directory: str, pad: int = 0
+) -> Any:
     """One step, then the export; what the trained module gives for `samples`, rows of token ids padded each way."""
     import torch
 
     from rlhf_core.data.batches import model_inputs
     from rlhf_core.models.scorer import last_token_scores
 
-    engine, objective, make_batch = _built(kind, model, zero_stage, "float32", {"lr": 1e-2, "warmup_ratio": 0.0}, 10)
+    engine, objective, make_batch = _built(
+        kind, model, zero_stage, "float32", {"lr": 1e-2, "warmup_ratio": 0.0}, 10, pad=pad
+    )
     engine.step([make_batch(samples)], objective)
     engine.export(directory)
     answers = None
     if kind == "rm":
         rows = [ids for pair in samples for ids, _ in pair]
         alone = [
-            last_token_scores(engine.infer(**(one := model_inputs([ids], 0))), one["attention_mask"]).item()
+            last_token_scores(engine.infer(**(one := model_inputs([ids], pad))), one["attention_mask"]).item()
             for ids in rows
         ]
-        right = model_inputs(rows, 0)
+        right = model_inputs(rows, pad)
         width = right["input_ids"].shape[1]
         left = {
-            "input_ids": torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in rows]),
+            "input_ids": torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in rows]),
             "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows]),
         }
         answers = {
@@ -267,6 +276,60 @@ def all_masked(rank: int, ranks: int, *, model: str, zero_stage: int, samples: S
     after = engine.step([ordinary], objective)
     engine.engine.destroy()
     return {"message": message, "losses": [partly.loss, after.loss], "finite": math.isfinite(after.grad_norm)}
+
+
+def not_finite(rank: int, ranks: int, *, model: str, samples: Sequence[Any]) -> str:
+    """An ordinary step, then one whose loss is NaN on rank 1 alone."""
+    import torch
+
+    from rlhf_core.training.supervised_objectives import SftObjective
+
+    class Broken(SftObjective):
+        def loss(self, batch: Any, outputs: Any) -> Any:
+            return super().loss(batch, outputs * (torch.nan if rank == 1 else 1.0))
+
+    engine, objective, make_batch = _built("sft", model, 2, "float32", {"lr": 1e-2}, 10)
+    engine.step([make_batch(samples)], objective)
+    try:
+        engine.step([make_batch(samples)], Broken())
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.engine.destroy()
+    return ""
+
+
+def rollout_in_one(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Two optimizer steps, of 10 and of 90 tokens, and none."""
+    from rlhf_core.training.engine import StepResult
+    from rlhf_core.training.rl import over_steps
+
+    steps = [
+        StepResult(loss=1.0, grad_norm=2.0, lr=0.5, metrics={"clipped": (3.0, 10.0), "empty": (0.0, 0.0)}),
+        StepResult(loss=2.0, grad_norm=4.0, lr=0.1, metrics={"clipped": (9.0, 90.0), "empty": (0.0, 0.0)}),
+    ]
+    return over_steps(steps), over_steps([])
+
+
+def ppo(rank: int, ranks: int, *, job: Any, samples: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """A trainer as the stage has it: what the critic starts from, and digests of policy and critic after each step."""
+    from rlhf_core.training.experience import Scored
+    from rlhf_core.training.rl import RlTrainer
+
+    made = RlTrainer(rank, ranks, job)
+    made.load()
+    names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
+    scored = [Scored(**{n: s[n] for n in names}, ref_logprobs=s["logprobs"], reward_score=0.0) for s in samples]
+    critic = _parameters(made.critic)
+    digests, metrics = [(_digest(made.policy), _digest(made.critic))], []
+    for step in range(1, steps + 1):
+        metrics.append(made.train(step, [float(n) for n in range(len(scored))], scored))
+        digests.append((_digest(made.policy), _digest(made.critic)))
+    engines = (made.policy, made.critic, made.reference, made.reward)
+    attention = [engine.module.lm.config._attn_implementation for engine in engines]
+    for engine in (made.policy, made.critic):
+        engine.engine.destroy()
+    return {"critic": critic, "digests": digests, "metrics": metrics, "attention": attention}
 
 
 def listening(rank: int, ranks: int) -> list[str]:
@@ -361,6 +424,7 @@ def _built(
     total_steps: int,
     *,
     checkpointing: bool = False,
+    pad: int = 0,
 ) -> tuple[Any, Any, Any]:
     """(engine, objective, samples -> micro-batch) for one of the four objectives."""
     from rlhf_core.config.training import OptimizerSettings, TrainerSettings
@@ -371,9 +435,9 @@ def _built(
     def build() -> Any:
         if kind in ("sft", "policy"):
             return load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa")
-        return load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=0)
+        return load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=pad)
 
-    objective, make_batch = _objective(kind)
+    objective, make_batch = _objective(kind, pad)
     engine = TrainEngine(
         build,
         dtype=dtype,
@@ -384,7 +448,7 @@ def _built(
     return engine, objective, make_batch
 
 
-def _objective(kind: str) -> tuple[Any, Any]:
+def _objective(kind: str, pad: int) -> tuple[Any, Any]:
     from rlhf_core.config.rl import AlgorithmSettings
     from rlhf_core.data.batches import Exchange
     from rlhf_core.training.experience import Experience, Scored, experience_batch
@@ -409,12 +473,12 @@ def _objective(kind: str) -> tuple[Any, Any]:
             for s in samples
         ]
         experience = Experience(scored, padded("advantages"), padded("returns"))
-        return experience_batch(experience, range(len(samples)), pad_token_id=0)
+        return experience_batch(experience, range(len(samples)), pad_token_id=pad)
 
     if kind == "sft":
-        return SftObjective(), lambda samples: sft_batch([Exchange(*s) for s in samples], 0)
+        return SftObjective(), lambda samples: sft_batch([Exchange(*s) for s in samples], pad)
     if kind == "rm":
-        return PairwiseObjective(), lambda samples: pair_batch([(Exchange(*a), Exchange(*b)) for a, b in samples], 0)
+        return PairwiseObjective(), lambda samples: pair_batch([(Exchange(*a), Exchange(*b)) for a, b in samples], pad)
     if kind == "policy":
         return PolicyObjective(AlgorithmSettings(), temperature=0.7), rl_batch
     return ValueObjective(AlgorithmSettings()), rl_batch

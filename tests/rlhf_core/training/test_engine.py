@@ -1,6 +1,8 @@
 """The DeepSpeed engine on real ranks: resume to the bit, master weights, whole parameters, schedules, empty steps."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ from safetensors.numpy import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_core.models.tokenizer import load_tokenizer
+
 pytestmark = pytest.mark.engines
 
+EOS = 2  # of the scratch model's tokenizer
 ADAM = {"lr": 5e-3, "weight_decay": 0.1, "warmup_ratio": 0.2, "schedule": "cosine"}
 
 
@@ -154,12 +159,27 @@ def test_exported_policy_loads_as_a_causal_model(
         assert not torch.equal(old, new), name  # the step is in it
 
 
+def without_pad(directory: str, to: Path) -> int:
+    """Makes `to` a copy whose tokenizer has no pad token; the id of the one that is then chosen."""
+    shutil.copytree(directory, to)
+    config = json.loads((to / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (to / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(to).pad_token_id
+
+
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 0), (2, 3)])
 def test_exported_reward_model_gives_the_scores_it_was_trained_with(
-    groups: Any, scorer: str, pairs: Any, tmp_path: Path, ranks: int, zero_stage: int
+    groups: Any, llama: str, scorer: str, pairs: Any, tmp_path: Path, ranks: int, zero_stage: int, padded: bool
 ) -> None:
-    """In Hugging Face's own forward, alone, padded right and padded left beside longer rows."""
-    given = {"kind": "rm", "model": scorer, "zero_stage": zero_stage, "samples": pairs}
+    """In Hugging Face's own forward, alone, padded right and padded left beside longer rows; all end in EOS.
+
+    With the tokenizer's own pad token, and with the one chosen where it has none.
+    """
+    pad = 0 if padded else without_pad(llama, tmp_path / "without")
+    pairs = [tuple(((*ids, EOS), start) for ids, start in pair) for pair in pairs]
+    given = {"kind": "rm", "model": scorer, "zero_stage": zero_stage, "samples": pairs, "pad": pad}
     ours = groups[ranks].run("export", **given, directory=str(tmp_path / "exported"))[0]
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
     rows = [ids for pair in pairs for ids, _ in pair]
@@ -167,13 +187,13 @@ def test_exported_reward_model_gives_the_scores_it_was_trained_with(
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([ids])).logits[0, 0].item() for ids in rows]
         for side in ("right", "left"):
-            fill = [(0,) * (width - len(ids)) for ids in rows]
-            mask = [[0] * len(pad) + [1] * len(ids) for pad, ids in zip(fill, rows, strict=True)]
-            padded = [(*pad, *ids) for pad, ids in zip(fill, rows, strict=True)]
+            fill = [(pad,) * (width - len(ids)) for ids in rows]
+            mask = [[0] * len(left) + [1] * len(ids) for left, ids in zip(fill, rows, strict=True)]
+            inputs = [(*left, *ids) for left, ids in zip(fill, rows, strict=True)]
             if side == "right":
                 mask = [row[::-1] for row in mask]
-                padded = [(*ids, *pad) for pad, ids in zip(fill, rows, strict=True)]
-            theirs = model(input_ids=torch.tensor(padded), attention_mask=torch.tensor(mask)).logits[:, 0]
+                inputs = [(*ids, *right) for right, ids in zip(fill, rows, strict=True)]
+            theirs = model(input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask)).logits[:, 0]
             assert theirs.tolist() == pytest.approx(ours[side], abs=1e-5)
     assert np.std(alone) > 0.1  # scores that differ, or equality says nothing
     for way in ("alone", "right", "left"):
@@ -190,6 +210,19 @@ def test_step_without_a_token_is_refused_on_every_rank(
     # One rank without a token is no error: the step is the other rank's, and the loss is the same on both.
     assert done[0]["losses"] == done[1]["losses"]
     assert done[0]["finite"]
+
+
+def test_nan_is_named_with_its_step_on_every_rank(groups: Any, llama: str, exchanges: Any) -> None:
+    messages = groups[2].run("not_finite", model=llama, samples=exchanges)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("optimizer step 2: loss is nan, grad_norm is inf, nll is nan; lower the learning")
+
+
+def test_metrics_of_a_rollout_are_weighted_by_what_they_count(groups: Any) -> None:
+    several, none = groups[1].run("rollout_in_one")[0]
+    # 12 of 100 tokens were clipped; the mean of 3/10 and 9/90 would be 0.2.
+    assert several == pytest.approx({"loss": 1.5, "grad_norm": 3.0, "lr": 0.3, "clipped": 0.12})
+    assert none == {}
 
 
 def test_sft_loss_is_hugging_faces_own(groups: Any, llama: str, exchanges: Any) -> None:

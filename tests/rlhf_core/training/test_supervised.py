@@ -39,7 +39,8 @@ def job_of(tmp_path: Path, llama: str) -> Any:
         data = root / "data"
         data.mkdir(parents=True)
         rows = SFT_ROWS if stage == "sft" else PAIR_ROWS
-        for name, part in (("rows.jsonl", rows[HELD_OUT:]), ("eval.jsonl", rows[:HELD_OUT])):
+        long = {name: "1" * 41 for name in rows[0]}  # above max_len
+        for name, part in (("rows.jsonl", [*rows[HELD_OUT:], long, long]), ("eval.jsonl", [*rows[:HELD_OUT], long])):
             (data / name).write_text("".join(json.dumps(row) + "\n" for row in part))
         manifests = {"data": publish_files(store, "prepare-data", data)}
         common: dict[str, Any] = {
@@ -71,8 +72,9 @@ def test_evaluation_and_steps_do_not_depend_on_ranks(groups: Any, job_of: Any, s
         groups[ranks].run("supervised", trainer=trainer, job=job_of(stage, ranks, zero), train_steps=4)
         for ranks, zero in cuts
     ]
-    assert one[0]["counts"]["eval_rows"] == HELD_OUT
-    assert one[0]["counts"]["kept"] == 10
+    counts = one[0]["counts"]
+    assert (counts["kept"], counts["dropped_too_long"]) == (10, 2)
+    assert (counts["eval_rows"], counts["eval_dropped_too_long"]) == (HELD_OUT, 1)
     for two in others:
         assert two[0] == two[1]
         for moment in ("before", "after"):
