@@ -39,7 +39,7 @@ def job_of(tmp_path: Path, llama: str) -> Any:
         data = root / "data"
         data.mkdir(parents=True)
         rows = SFT_ROWS if stage == "sft" else PAIR_ROWS
-        long = {name: "1" * 41 for name in rows[0]}  # above max_len
+        long = dict.fromkeys(rows[0], "1" * 41)  # above max_len
         for name, part in (("rows.jsonl", [*rows[HELD_OUT:], long, long]), ("eval.jsonl", [*rows[:HELD_OUT], long])):
             (data / name).write_text("".join(json.dumps(row) + "\n" for row in part))
         manifests = {"data": publish_files(store, "prepare-data", data)}
