@@ -35,7 +35,9 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
         with ray_session(cluster, actors=settings.trainer.ranks):
             group = start_trainers(target, job, settings.trainer, cluster)
             try:
-                measured = run_supervised(group, job, context.store, context.lease, history)
+                measured = run_supervised(
+                    group, job, context.store, context.lease, history, start_timeout_s=cluster.start_timeout_s
+                )
                 context.events.phase("exporting")
                 model = str(context.files / "model")
                 facts = group.call("export", model, timeout_s=cluster.start_timeout_s)[0]

@@ -7,7 +7,7 @@ from rlhf_core.config.training import SupervisedSettings
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import START_TIMEOUT_S, finish_checkpoint, resume_point
+from rlhf_core.training.progress import finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
 SFT_TRAINER = "rlhf_core.training.supervised:SftTrainer"
@@ -21,7 +21,7 @@ def run_supervised(
     lease: Lease,
     history: History,
     *,
-    start_timeout_s: float = START_TIMEOUT_S,
+    start_timeout_s: float,
 ) -> dict[str, Any]:
     """Trains to the end, from the newest complete training checkpoint where there is one, and evaluates.
 
