@@ -86,6 +86,7 @@ def _train(
             history=history,
             store=context.store,
             lease=context.lease,
+            start_timeout_s=cluster.start_timeout_s,
         )
         measured = run.run()
         events.phase("exporting")

@@ -6,7 +6,6 @@ Loads without torch and Ray.
 import logging
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.training import TrainerSettings
 from rlhf_core.store.checkpoints import Checkpoint, complete, newest_complete, rotate
 from rlhf_core.store.leases import Lease
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = ClusterSettings().start_timeout_s
 
 
 class ResumeError(Exception):

@@ -20,7 +20,7 @@ from rlhf_core.rollout.weight_transfer import transfer_directory
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import START_TIMEOUT_S, finish_checkpoint, resume_point
+from rlhf_core.training.progress import finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
 RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
@@ -43,7 +43,7 @@ class PpoRun:
     history: History
     store: Store
     lease: Lease
-    start_timeout_s: float = START_TIMEOUT_S
+    start_timeout_s: float
 
     @cached_property
     def _order(self) -> SampleOrder:

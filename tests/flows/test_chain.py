@@ -309,6 +309,21 @@ def test_the_same_again_starts_no_process(chain: Chain, killed_and_retried: str)
     assert new["state"]["message"] == "0 artifacts made, 9 reused"
 
 
+def test_rlhf_run_prints_the_report(chain: Chain, killed_and_retried: str):
+    sets = [word for override in chain.overrides for word in ("--set", override)]
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "rlhf"), "run", str(DEMO), *sets],
+        cwd=chain.project,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "What was learned" in done.stdout
+    assert "0 artifacts made, 9 reused" in " ".join(done.stdout.split())
+
+
 def test_two_runs_at_once_with_a_changed_setting_make_ppo_and_evaluate_once(chain: Chain, killed_and_retried: str):
     change = "ppo.algorithm.kl_coef=0.3"
     old = chain.manifest("ppo")
