@@ -33,14 +33,18 @@ BF16_MEAN = 0.02  # the bound that the mean difference of log-probs has to keep 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--rm-only-seeds", type=int, nargs="*", help="seeds of the runs with the RM alone; all by default"
+    )
     parser.add_argument("--store", default=str(PROJECT / ".rlhf" / "bench" / "store"))
     parser.add_argument("--set", action="append", default=[], help="a dotted override for every run")
     parser.add_argument("--docs", default=str(PROJECT / "docs"), help="where learning.md and its plots go")
     arguments = parser.parse_args()
+    rm_only = arguments.seeds if arguments.rm_only_seeds is None else arguments.rm_only_seeds
     results = {
-        (seed, reward): run_chain(seed, reward, arguments.store, [*overrides, *arguments.set])
-        for reward, overrides in REWARDS.items()
-        for seed in arguments.seeds
+        (seed, reward): run_chain(seed, reward, arguments.store, [*REWARDS[reward], *arguments.set])
+        for reward, seeds in (("demo", arguments.seeds), ("rm-only", rm_only))
+        for seed in seeds
     }
     bf16 = run_chain(arguments.seeds[0], "bf16", arguments.store, [*BF16, *arguments.set], last="ppo")["ppo"]
     write_docs(Path(arguments.docs), results, bf16, Store(arguments.store))
@@ -114,6 +118,8 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
     lines.append("")
     for reward in REWARDS:
         chains = {seed: made for (seed, name), made in results.items() if name == reward}
+        if not chains:
+            continue
         gains = [100 * number(made["evaluate"].metrics["gain"]) for made in chains.values()]
         lines.append(f"{reward}: median gain {statistics.median(gains):+.1f} points, smallest {min(gains):+.1f}.")
         plot = docs / f"learning-{reward}.png"
