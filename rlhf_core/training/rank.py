@@ -125,15 +125,5 @@ def base_model_directory(source: ModelSource, scratch: str, rank: int) -> Path:
     assert source.scratch is not None  # the settings model admits no other case
     directory = Path(scratch) / f"base-{rank}"
     if not directory.exists():
-        spec = source.scratch
-        write_scratch_model(
-            directory,
-            hidden_size=spec.hidden_size,
-            layers=spec.layers,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            intermediate_size=spec.intermediate_size,
-            max_position=spec.max_position,
-            seed=spec.seed,
-        )
+        write_scratch_model(directory, **source.scratch.model_dump())
     return directory
