@@ -102,8 +102,9 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
     lines = [
         "# What the demo learns",
         "",
-        "Written by `make bench` (tests/benchmarks/learning.py). Greedy exact match on the held-out problems of "
-        "deployments/pipelines/demo.yaml; RM accuracy on its held-out pairs; two CPU cores.",
+        f"Written by `{' '.join(['python tests/benchmarks/learning.py', *sys.argv[1:]])}` (`make bench` runs it whole). "
+        "Greedy exact match on the held-out problems of deployments/pipelines/demo.yaml; RM accuracy on its held-out "
+        "pairs; two CPU cores, seconds while other work ran.",
         "",
         "| reward | seed | after SFT | RM accuracy | after PPO | gain, points | PPO, s | largest log-prob difference |",
         "|---|---|---|---|---|---|---|---|",
