@@ -102,7 +102,7 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
     lines = [
         "# What the demo learns",
         "",
-        f"Written by `{' '.join(['python tests/benchmarks/learning.py', *sys.argv[1:]])}` (`make bench` runs it whole). "
+        f"Written by `python tests/benchmarks/learning.py {' '.join(sys.argv[1:])}` (`make bench` runs it whole). "
         "Greedy exact match on the held-out problems of deployments/pipelines/demo.yaml; RM accuracy on its held-out "
         "pairs; two CPU cores, seconds while other work ran.",
         "",
