@@ -61,7 +61,7 @@ def test_overrides_leave_their_source_alone():
 def test_bad_settings_are_one_line_that_says_what_to_do(demo, override, message):
     given = ["sft.seed=0", "ppo.rollout={prompts: 16, samples_per_prompt: 4, max_new_tokens: 8, max_prompt_len: 8}"]
     with pytest.raises(SettingsError) as caught:
-        load_pipeline(demo, [*given, "ppo.batch_size=64", override])
+        load_pipeline(demo, [*given, "ppo.batch_size=64", "ppo.steps=120", override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
