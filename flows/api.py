@@ -4,9 +4,14 @@ import time
 from typing import Any
 
 import httpx
+import tenacity
 
 LIVE_STATES = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 CANCEL_MESSAGE = "cancelled by `rlhf down`"
+
+# "Not done, ask again": Prefect answers so when two writers met in its SQLite file, having rolled the request back.
+NOT_DONE = frozenset({httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE})
+ATTEMPTS = 8
 
 
 class Api:
@@ -33,10 +38,10 @@ class Api:
             return False
 
     def get(self, path: str) -> Any:
-        return self._json(self._http.get(path))
+        return self._json(self._send("GET", path))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._json(self._http.post(path, json=body or {}))
+        return self._json(self._send("POST", path, json=body or {}))
 
     def flow_run(self, flow_run_id: str) -> dict[str, Any]:
         return self.get(f"/flow_runs/{flow_run_id}")
@@ -54,6 +59,16 @@ class Api:
     def set_state(self, flow_run_id: str, kind: str, name: str, message: str, *, force: bool = False) -> None:
         state = {"type": kind, "name": name, "message": message}
         self.post(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
+
+    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """The first answer that is not NOT_DONE, or the last of ATTEMPTS, about 15 seconds later."""
+        ask = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda response: response.status_code in NOT_DONE),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+        )
+        return ask(self._http.request, method, path, **request)
 
     @staticmethod
     def _json(response: httpx.Response) -> Any:
