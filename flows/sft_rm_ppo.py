@@ -19,7 +19,7 @@ from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
-from rlhf_core.config.training import RmSettings, SftSettings
+from rlhf_core.config.supervised import RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
 from stages.plan import PlannedStage, plan_pipeline
 from stages.prepare_data import PREPARE_DATA

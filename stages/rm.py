@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from rlhf_core.config.training import RmSettings
+from rlhf_core.config.supervised import RmSettings
 from rlhf_core.store.store import StoreError
 from stages.contract import check_length, described
 from stages.definition import Stage, StageContext, StageResult

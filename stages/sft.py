@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlhf_core.config.training import SftSettings
+from rlhf_core.config.supervised import SftSettings
 from stages.contract import check_length
 from stages.definition import Stage, StageContext, StageResult
 from stages.inputs import check_unchanged, model_digest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.training import SupervisedSettings
+from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.training.progress import check_resumable
 from stages.definition import StageContext
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.config.base import Neutral, Settings, SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
-from rlhf_core.config.training import RmSettings, SftSettings
+from rlhf_core.config.supervised import RmSettings, SftSettings
 
 
 class TrackingSettings(Settings):

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Neutral, Settings
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ScratchModel(Settings):
@@ -45,10 +45,25 @@ class ModelSource(Settings):
         return self
 
 
-class OptimizerSettings(Settings):
-    """AdamW with a warm-up and a decay."""
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al. 2021) on frozen weights, through peft."""
 
-    lr: float = Field(gt=0, description="Peak learning rate.")
+    rank: int = Field(gt=0, description="Rank of each adapter.")
+    alpha: float = Field(default=16.0, gt=0, description="Adapters are scaled by alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before each adapter.")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear", description="Names of the modules that get one; all-linear leaves out the output head."
+    )
+    load_in_4bit: bool = Field(default=False, description="QLoRA: frozen weights as NF4 (bitsandbytes, CUDA).")
+
+
+class OptimizerSettings(Settings):
+    """AdamW, or Muon for the matrices and AdamW for the rest, with a warm-up and a decay."""
+
+    name: Literal["adamw", "muon"] = Field(default="adamw", description="Muon updates the hidden layers' matrices.")
+    lr: float = Field(gt=0, description="AdamW's peak learning rate.")
+    muon_lr: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum.")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Adam's decay rates.")
     eps: float = Field(default=1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(
@@ -75,6 +90,33 @@ class TrainerSettings(Settings):
     attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"], Neutral] = Field(
         default="sdpa", description="Attention kernel."
     )
+    activation_checkpointing_reentrant: Annotated[bool, Neutral] = Field(
+        default=False, description="PyTorch's older, re-entrant variant of it."
+    )
+    packing: Annotated[bool, Neutral] = Field(
+        default=False, description="Fill rows with several samples, isolated from one another, instead of padding."
+    )
+    tensor_parallel: Annotated[int, Neutral] = Field(
+        default=1, gt=0, description="Ranks that share each layer (DeepSpeed AutoTP)."
+    )
+    sequence_parallel: Annotated[int, Neutral] = Field(
+        default=1, gt=0, description="Ranks that share each sequence (DeepSpeed Ulysses)."
+    )
+    overlap_comm: Annotated[bool, Neutral] = Field(default=False, description="Reduce gradients during the backward.")
+    grad_accum_dtype: Annotated[Literal["float32", "bfloat16"] | None, Neutral] = Field(
+        default=None, description="Dtype in which gradients add up; null: float32."
+    )
+    zpg: Annotated[int, Neutral] = Field(
+        default=1, gt=0, description="ZeRO++ hierarchical partition: ranks of a node that share a second copy (ZeRO-3)."
+    )
+    experts_implementation: Annotated[Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None, Neutral] = Field(
+        default=None, description="Kernel of a mixture of experts; null: transformers decides."
+    )
+    liger: Annotated[bool, Neutral] = Field(default=False, description="Liger kernels (CUDA).")
+    deepcompile: Annotated[bool, Neutral] = Field(default=False, description="DeepSpeed DeepCompile (CUDA).")
+    save_hf: Annotated[bool, Neutral] = Field(
+        default=False, description="A Hugging Face export with each training checkpoint."
+    )
     save_steps: Annotated[int, Neutral] = Field(default=50, gt=0, description="Steps between training checkpoints.")
     keep_checkpoints: Annotated[int, Neutral] = Field(
         default=2, gt=0, description="Complete training checkpoints kept."
@@ -84,47 +126,6 @@ class TrainerSettings(Settings):
         gt=0,
         description="A step that takes longer than this is a hung rank: the stage fails and says which.",
     )
-
-
-class SupervisedSettings(Settings):
-    """What SFT and RM share. `epochs` or `max_steps` says when to stop."""
-
-    optimizer: OptimizerSettings = Field(description="Learning rate and schedule.")
-    batch_size: int = Field(gt=0, description="Samples (or pairs) an optimizer step sees, over all ranks.")
-    max_len: int = Field(gt=0, description="Longest sequence, tokens.")
-    epochs: float | None = Field(default=None, gt=0, description="Passes over the data.")
-    max_steps: int | None = Field(default=None, gt=0, description="Optimizer steps.")
-    seed: int = Field(default=0, ge=0, description="Order of the data, new weights, dropout.")
-    dtype: Dtype = Field(default="bfloat16", description="Weights' dtype; bfloat16 trains with fp32 master weights.")
-    eval_steps: int | None = Field(
-        default=None, gt=0, description="Steps between evaluations on held-out rows; the last always."
-    )
-    trainer: TrainerSettings = Field(default_factory=TrainerSettings, description="Ranks, ZeRO, saving.")
-
-    @model_validator(mode="after")
-    def _batch_equations(self) -> "SupervisedSettings":
-        if (self.epochs is None) == (self.max_steps is None):
-            raise ValueError("give exactly one of `epochs` and `max_steps`")
-        check_batch(self.batch_size, self.trainer.ranks)
-        return self
-
-
-class SftSettings(SupervisedSettings):
-    model: ModelSource = Field(description="The base model.")
-
-    @model_validator(mode="after")
-    def _length(self) -> "SftSettings":
-        scratch = self.model.scratch
-        if scratch is not None and self.max_len > scratch.max_position:
-            raise ValueError(
-                f"max_len {self.max_len} is above model.scratch.max_position {scratch.max_position}; lower it or give "
-                f"the model more positions"
-            )
-        return self
-
-
-class RmSettings(SupervisedSettings):
-    """A scalar head on the SFT model, trained with the pairwise sigmoid loss."""
 
 
 def check_batch(batch_size: int, ranks: int, name: str = "batch_size") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.training import SftSettings, SupervisedSettings
+from rlhf_core.config.supervised import SftSettings, SupervisedSettings
 from rlhf_core.data.batches import Exchange, SampleOrder, TokenError, chunks, rank_slice, render_exchange
 from rlhf_core.data.rows import Row, read_jsonl
 from rlhf_core.models.policy import load_policy

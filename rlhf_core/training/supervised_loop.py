@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_core.cluster.workers import WorkerGroup
-from rlhf_core.config.training import SupervisedSettings
+from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History

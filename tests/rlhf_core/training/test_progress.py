@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.pipeline import TrackingSettings
-from rlhf_core.config.training import OptimizerSettings, RmSettings, TrainerSettings
+from rlhf_core.config.supervised import RmSettings
+from rlhf_core.config.training import OptimizerSettings, TrainerSettings
 from rlhf_core.store.checkpoints import complete, newest_complete
 from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.training import ModelSource, OptimizerSettings, RmSettings, SftSettings, TrainerSettings
+from rlhf_core.config.supervised import RmSettings, SftSettings
+from rlhf_core.config.training import ModelSource, OptimizerSettings, TrainerSettings
 from rlhf_core.store.artifacts import publish
 from rlhf_core.store.keys import canonical_json, sha256_text
 from rlhf_core.store.leases import acquire
