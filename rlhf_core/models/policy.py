@@ -1,40 +1,133 @@
 """The policy: a causal language model whose forward gives log-probs of the tokens it is shown.
 
-Legend: B sequences, T tokens, V vocabulary.
+Legend: R rows, L columns, H hidden size, V vocabulary.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from rlhf_core.models.head import TokenHead, logit_transform
 
 
-class Policy(nn.Module):
-    """Wraps a Hugging Face causal model, so that logits do not leave the forward."""
+class CausalModel(nn.Module):
+    """A Hugging Face causal model, bare or within peft's wrapper, whose logits are never made for all tokens."""
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        self.lm = lm
+        self.lm: Any = lm
+        head: Any = lm.get_output_embeddings()
+        if not isinstance(head, TokenHead):
+            lm.set_output_embeddings(TokenHead.of(head, logit_transform(lm.config)))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probs (B, T) float32: entry t is that of token t given the tokens before it; entry 0 is 0.
+    @property
+    def causal(self) -> Any:
+        """The model itself, whose layers peft changes in place."""
+        return self.lm if isinstance(self.lm, PreTrainedModel) else self.lm.get_base_model()
 
-        input_ids, attention_mask: (B, T), padded on the right.
+    @property
+    def head(self) -> TokenHead:
+        return self.causal.get_output_embeddings()
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """The backbone's output. Transformers isolates packed samples by their positions, if there is no mask."""
+        backbone = getattr(self.causal, self.causal.base_model_prefix)
+        return backbone(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **options
+        )
+
+
+class Policy(CausalModel):
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        *,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        aux_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probs (R, L) float32: entry t is that of token t given the tokens before it in its sample.
+
+        The first token of a sample, which nothing precedes, has 0. All inputs are (R, L).
+
+        Args:
+            attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
+            labels: the tokens whose log-probs are wanted, entry t under what follows token t; the result is then not
+                moved to the tokens' own places. For rows whose next token lies on another rank.
+            aux_mask: 1 on tokens that count in the load-balancing loss (Fedus et al. 2021, eq. 4) of a mixture of
+                experts; the result is then (log-probs, loss).
         """
-        logits_BTV = self.lm(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return shifted_logprobs(logits_BTV, input_ids, temperature)
+        options = {} if aux_mask is None else {"output_router_logits": True}
+        output = self.hidden(input_ids, position_ids, attention_mask, **options)
+        if labels is not None:
+            logprobs = self.head(output.last_hidden_state, labels=labels, temperature=temperature)
+        else:
+            following = self.head(output.last_hidden_state[:, :-1], labels=input_ids[:, 1:], temperature=temperature)
+            logprobs = functional.pad(following, (1, 0))
+            if position_ids is not None:
+                logprobs = torch.where(position_ids == 0, 0.0, logprobs)
+        if aux_mask is None:
+            return logprobs
+        return logprobs, self._load_balancing(output.router_logits, aux_mask)
+
+    def _load_balancing(self, router_logits: Any, mask: Tensor) -> Tensor:
+        config = self.causal.config
+        loss: Any = load_balancing_loss_func(
+            router_logits, router_logits[0].shape[-1], config.num_experts_per_tok, attention_mask=mask
+        )
+        return loss
 
 
-def shifted_logprobs(logits_BTV: Tensor, input_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob of token t under the logits at t - 1, at the sampling temperature; (B, T) float32, entry 0 is 0."""
-    logits = logits_BTV[:, :-1].float() / temperature
-    taken = logits.gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-    return torch.nn.functional.pad(taken - torch.logsumexp(logits, dim=-1), (1, 0))
-
-
-def load_policy(directory: str, *, dtype: torch.dtype, attention: str) -> Policy:
+def load_policy(directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None) -> Policy:
     """The policy of a Hugging Face directory. Code of the model's own is not run."""
+    return Policy(load_causal(directory, dtype=dtype, attention=attention, experts=experts))
+
+
+def load_causal(directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None) -> PreTrainedModel:
+    options = {} if experts is None else {"experts_implementation": experts}
     lm = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention, trust_remote_code=False, use_safetensors=True
+        directory,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **options,
     )
     lm.config.use_cache = False
-    return Policy(lm)
+    return lm
+
+
+@torch.no_grad()
+def check_head(model: CausalModel) -> None:
+    """Refuses a model that turns hidden states into logits otherwise than TokenHead: its log-probs would be wrong.
+
+    The model's own forward runs on made-up hidden states, so only the head computes. Under ZeRO-3 the head's weights
+    have to be gathered.
+    """
+    lm, head = model.causal, model.head
+    backbone = getattr(lm, lm.base_model_prefix)
+    generator = torch.Generator().manual_seed(0)
+    hidden: Any = torch.randn(1, 3, head.in_features, generator=generator).to(head.weight)
+    ids = torch.zeros(1, 3, dtype=torch.long, device=head.weight.device)
+    # An attribute of the instance hides the method of the class until it is deleted.
+    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        logits = lm(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        del backbone.forward
+    ours = head(hidden, labels=ids)
+    theirs = functional.log_softmax(logits, dim=-1)[..., 0]
+    if not torch.allclose(ours, theirs, rtol=0, atol=0.02 * float(logits.abs().max()) + 1e-4):
+        raise ValueError(
+            f"models of type {lm.config.model_type} change their head's output in a way that is not known here, so "
+            "log-probs would be wrong; use another model"
+        )

@@ -3,7 +3,7 @@
 Legend: B sequences, T tokens.
 """
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,28 @@ class Scorer(nn.Module):
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        self.lm = lm
+        self.lm: Any = lm
+
+    @property
+    def classifier(self) -> Any:
+        """The model itself, whose layers peft changes in place."""
+        return self.lm if isinstance(self.lm, PreTrainedModel) else self.lm.get_base_model()
 
     @property
     def head(self) -> nn.Linear:
-        return cast(nn.Linear, self.lm.score)
+        return self.classifier.score
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Scores (B, T) float32, one at every token. input_ids, attention_mask: (B, T), padded on the right."""
-        backbone = getattr(self.lm, self.lm.base_model_prefix)
-        hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Scores (B, T) float32, one at every token. All inputs are (B, T), padded on the right.
+
+        attention_mask: None where position_ids restart with each packed sample.
+        """
+        backbone = getattr(self.classifier, self.classifier.base_model_prefix)
+        hidden = backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         return self.head(hidden).squeeze(-1).float()
 
 
@@ -35,11 +47,14 @@ def last_token_scores(scores_BT: Tensor, attention_mask: Tensor) -> Tensor:
     return scores_BT.gather(1, last.unsqueeze(1)).squeeze(1)
 
 
-def load_scorer(directory: str, *, dtype: torch.dtype, attention: str, pad_token_id: int) -> Scorer:
+def load_scorer(
+    directory: str, *, dtype: torch.dtype, attention: str, pad_token_id: int, experts: str | None = None
+) -> Scorer:
     """The scorer of a Hugging Face directory, of a reward model or of a policy (whose head is then new).
 
     `pad_token_id` goes into the configuration: Hugging Face's own forward needs it to find the last token.
     """
+    options = {} if experts is None else {"experts_implementation": experts}
     lm = AutoModelForSequenceClassification.from_pretrained(
         directory,
         num_labels=1,
@@ -48,6 +63,7 @@ def load_scorer(directory: str, *, dtype: torch.dtype, attention: str, pad_token
         trust_remote_code=False,
         use_safetensors=True,
         pad_token_id=pad_token_id,
+        **options,
     )
     lm.config.use_cache = False
     return Scorer(lm)

@@ -1,0 +1,130 @@
+"""The output head of a causal model: log-probs of given tokens without the logits of the whole vocabulary.
+
+Legend: N positions, H hidden size, V vocabulary, K chosen tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+
+CHUNK = 256  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its head's output: logits = cap * tanh(scale * x / cap), without the cap scale * x."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform:
+    """Gemma caps its logits, Cohere multiplies, Granite divides, Falcon-H1 multiplies them."""
+    values = config.to_dict()
+    scale = (values.get("logit_scale") or 1.0) * (values.get("lm_head_multiplier") or 1.0)
+    return LogitTransform(scale / (values.get("logits_scaling") or 1.0), values.get("final_logit_softcapping"))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(f(h W^T + b) / temperature)[label], in float32, CHUNK positions at a time, in both directions.
+
+    Saved for the backward are the inputs and the log-normaliser (N,); logits are computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, form: LogitTransform
+    ) -> Tensor:
+        lse, taken = [], []
+        for hidden, labels in zip(hidden_NH.split(CHUNK), labels_N.split(CHUNK), strict=True):
+            logits = _transformed(functional.linear(hidden, weight_VH, bias_V), form)
+            lse.append(torch.logsumexp(logits, dim=-1))
+            taken.append(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+        lse_N = torch.cat(lse)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, lse_N)
+        ctx.form = form
+        return torch.cat(taken) - lse_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, labels_N, lse_N = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
+        # Sums over chunks in float32: bfloat16 would round after each.
+        grad_weight = torch.zeros_like(weight_VH, dtype=_sum_dtype(weight_VH)) if wants_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=_sum_dtype(bias_V)) if wants_bias else None
+        for start in range(0, len(hidden_NH), CHUNK):
+            part = slice(start, start + CHUNK)
+            hidden = hidden_NH[part]
+            logits = _transformed(functional.linear(hidden, weight_VH, bias_V), ctx.form)
+            delta = -torch.exp(logits - lse_N[part].unsqueeze(-1))
+            delta.scatter_add_(-1, labels_N[part].unsqueeze(-1), torch.ones_like(delta[:, :1]))
+            delta.mul_(grads[0][part].unsqueeze(-1))
+            delta = _back_through(delta, logits, ctx.form).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = delta @ weight_VH
+            if grad_weight is not None:
+                grad_weight += delta.T @ hidden
+            if grad_bias is not None:
+                grad_bias += delta.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
+            None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
+            None,
+        )
+
+
+def _transformed(logits: Tensor, form: LogitTransform) -> Tensor:
+    logits = logits.to(_sum_dtype(logits)) * form.scale
+    return logits if form.cap is None else torch.tanh(logits / form.cap) * form.cap
+
+
+def _back_through(delta: Tensor, logits: Tensor, form: LogitTransform) -> Tensor:
+    if form.cap is not None:
+        delta = delta * (1 - (logits / form.cap) ** 2)
+    return delta * form.scale
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class TokenHead(nn.Linear):
+    """Replaces a model's output head and shares its weights. Called as the model itself calls it, it gives logits.
+
+    The log-probs are computed in its own forward, since that is where ZeRO-3 has the weights whole.
+    """
+
+    transform: LogitTransform
+
+    @classmethod
+    def of(cls, head: nn.Linear, transform: LogitTransform) -> "TokenHead":
+        new = cls(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        new.weight, new.bias, new.transform = head.weight, head.bias, transform
+        return new
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: Tensor,  # the name that nn.Linear gives it
+        *,
+        labels: Tensor | None = None,
+        tokens: tuple[int, ...] | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """input: (..., H). With labels (...) long: their log-probs (...) float32 at the temperature. With K tokens:
+        their logits (..., K) float32, as the model transforms them. With neither: the head's output (..., V)."""
+        if tokens is not None:
+            bias = None if self.bias is None else self.bias[list(tokens)]
+            return _transformed(functional.linear(input, self.weight[list(tokens)], bias), self.transform)
+        if labels is None:
+            return super().forward(input)
+        cap = self.transform.cap
+        form = LogitTransform(self.transform.scale / temperature, None if cap is None else cap / temperature)
+        flat = _TokenLogprobs.apply(input.flatten(0, -2), self.weight, self.bias, labels.flatten(), form)
+        return flat.view(labels.shape)
