@@ -16,7 +16,7 @@ from flows import follow, services
 from flows.api import Api
 from flows.services import Services, ServicesError
 from rlhf_core.config.base import SettingsError
-from rlhf_core.config.pipeline import load_pipeline, read_pipeline
+from rlhf_core.config.pipeline import SECTION_DATA, load_pipeline, read_pipeline
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
 from rlhf_core.store.store import Store
@@ -141,8 +141,9 @@ def _create_run(api: Api, running: Services, pipeline: Path, overrides: list[str
             raise
         services.register_pipeline(Path.cwd(), running, pipeline)
         deployment = api.get(path)
-    # The file's own `run`, even an absent one, and not that of the registered file of the same name.
-    parameters = {"run": {}} | read_pipeline(pipeline) | {"set": overrides}
+    # What the file leaves out stays out: it is not that of the registered file of the same name.
+    absent = dict.fromkeys(SECTION_DATA) | {"run": {}}
+    parameters = absent | read_pipeline(pipeline) | {"set": overrides}
     body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
     return api.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
 

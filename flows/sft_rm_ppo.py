@@ -1,4 +1,4 @@
-"""The pipeline: data sets, then SFT, the reward model, PPO and the evaluation, each made once and reused for ever."""
+"""The pipeline: data sets, then SFT, reward models, DPO, KTO, PPO, evaluation; each made once and reused for ever."""
 
 import base64
 import re
@@ -19,7 +19,7 @@ from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
-from rlhf_core.config.supervised import RmSettings, SftSettings
+from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
 from stages.plan import PlannedStage, plan_pipeline
 from stages.prepare_data import PREPARE_DATA
@@ -32,21 +32,25 @@ NO_OVERRIDES: list[str] = []
 @flow(name="sft-rm-ppo", validate_parameters=False)
 def sft_rm_ppo(
     data: DataSettings,
-    sft: SftSettings,
-    rm: RmSettings,
-    ppo: PpoSettings,
-    evaluate: EvaluateSettings,
+    sft: SftSettings | None = None,
+    rm: RmSettings | None = None,
+    prm: PrmSettings | None = None,
+    dpo: DpoSettings | None = None,
+    kto: KtoSettings | None = None,
+    ppo: PpoSettings | None = None,
+    evaluate: EvaluateSettings | None = None,
     run: RunSettings = DEFAULT_RUN,
     set: list[str] = NO_OVERRIDES,
 ) -> State:
-    """SFT, a reward model, PPO and an evaluation; what the store has already is reused.
+    """SFT, reward models, DPO, KTO, PPO and an evaluation: a stage for each section that is given. What the store has
+    already is reused.
 
     Prefect replaces a parameter as a whole. To change single settings give `set`, a list of dotted overrides such as
     ["ppo.optimizer.lr=1e-6"], which is merged last.
     """
-    given = {"data": data, "sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate, "run": run}
+    sections = {"sft": sft, "rm": rm, "prm": prm, "dpo": dpo, "kto": kto, "ppo": ppo, "evaluate": evaluate}
     try:
-        settings = resolve(given, set)
+        settings = resolve({"data": data, **sections, "run": run}, set)
         plan = plan_pipeline(settings)
         pipeline = Pipeline(str(this_run.id), settings.run, plan)
         pipeline.store.check_writable()

@@ -66,6 +66,9 @@ def run_stage(spec: dict[str, Any]) -> State:
 prepare_data = run_stage.with_options(name="stage-prepare-data")
 sft = run_stage.with_options(name="stage-sft")
 rm = run_stage.with_options(name="stage-rm")
+prm = run_stage.with_options(name="stage-prm")
+dpo = run_stage.with_options(name="stage-dpo")
+kto = run_stage.with_options(name="stage-kto")
 ppo = run_stage.with_options(name="stage-ppo")
 evaluate = run_stage.with_options(name="stage-evaluate")
 
@@ -75,6 +78,9 @@ FLOWS: dict[str, tuple[str, Flow[..., Any]]] = {
     "prepare-data": ("prepare_data", prepare_data),
     "sft": ("sft", sft),
     "rm": ("rm", rm),
+    "prm": ("prm", prm),
+    "dpo": ("dpo", dpo),
+    "kto": ("kto", kto),
     "ppo": ("ppo", ppo),
     "evaluate": ("evaluate", evaluate),
 }

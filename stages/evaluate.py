@@ -1,14 +1,15 @@
-"""evaluate: greedy exact match on held-out prompts, of the PPO model and of the SFT model it started from."""
+"""evaluate: greedy exact match on held-out prompts, of every policy of the pipeline."""
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.pipeline import POLICIES
 from rlhf_core.config.rl import EvaluateSettings
 from stages.contract import check_length, check_same_tokenizer, described
 from stages.definition import Stage, StageContext, StageResult
 
-MODELS = ("sft", "ppo")
 SHOWN = 10  # generations in the summary; the artifact holds all
 
 
@@ -19,28 +20,34 @@ def evaluate(context: StageContext) -> StageResult:
     from rlhf_core.rollout.prompts import load_prompts
 
     settings: EvaluateSettings = context.settings
-    check_same_tokenizer(**{name: context.manifests[name] for name in MODELS})
-    for name in MODELS:
+    names = policies(context.inputs)
+    check_same_tokenizer(**{name: context.manifests[name] for name in names})
+    for name in names:
         model = described(name, context.manifests[name])
         length = settings.sampler.max_model_len
         check_length("evaluate.sampler.max_model_len", length, model, context.inputs[name] / "model")
-    tokenizer = load_tokenizer(context.inputs["sft"] / "model")
+    tokenizer = load_tokenizer(context.inputs[names[0]] / "model")
     prompts, dropped = load_prompts(context.inputs["data"] / "rows.jsonl", tokenizer, settings.max_prompt_len)
     rows = [{"prompt": prompt.text, "label": prompt.label} for prompt in prompts]
     metrics: dict[str, Any] = {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
     with closing(context.history()) as history, ray_session(context.run.cluster, actors=1):
-        for number, (name, texts) in enumerate(_completions(context, tokenizer, prompts), start=1):
+        for number, (name, texts) in enumerate(_completions(context, names, tokenizer, prompts), start=1):
             hits = _score(rows, name, texts)
             metrics[f"exact_match/{name}"] = sum(hits) / len(hits)
             history.add(0, {"exact_match": metrics[f"exact_match/{name}"]}, phase=name)
-            context.events.progress(number, len(MODELS), f"evaluating {name}")
-    metrics["gain"] = metrics["exact_match/ppo"] - metrics["exact_match/sft"]
+            context.events.progress(number, len(names), f"evaluating {name}")
+    metrics["gain"] = metrics[f"exact_match/{names[-1]}"] - metrics[f"exact_match/{names[0]}"]
     write_jsonl(context.files / "samples.jsonl", rows)
-    return StageResult(context.files, metrics, summary=_summary(metrics, rows[:SHOWN]))
+    return StageResult(context.files, metrics, summary=_summary(names, metrics, rows[:SHOWN]))
 
 
-def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> Any:
-    """(model's name, a greedy completion for each prompt). One engine: the second model's weights are sent to it."""
+def policies(inputs: Mapping[str, Any]) -> list[str]:
+    """The models among a stage's inputs, the starting point first."""
+    return [name for name in POLICIES if name in inputs]
+
+
+def _completions(context: StageContext, names: list[str], tokenizer: Any, prompts: list[Any]) -> Any:
+    """(model's name, a greedy completion for each prompt). One engine: the later models' weights are sent to it."""
     from rlhf_core.rollout.prompts import completion_text, greedy_requests
     from rlhf_core.rollout.start import start_sampler, wait_for_sampler
 
@@ -48,11 +55,11 @@ def _completions(context: StageContext, tokenizer: Any, prompts: list[Any]) -> A
     cluster = context.run.cluster
     requests = greedy_requests(prompts, max_new_tokens=settings.max_new_tokens, stop_token_id=tokenizer.eos_token_id)
     context.events.phase("starting the sampler")
-    first = context.inputs[MODELS[0]] / "model"
+    first = context.inputs[names[0]] / "model"
     sampler, starting = start_sampler(first, settings.sampler, events=context.events.path, cluster=cluster)
     try:
         wait_for_sampler(sampler, starting, cluster)
-        for version, name in enumerate(MODELS):
+        for version, name in enumerate(names):
             if version > 0:
                 _send_directory(sampler, context.inputs[name] / "model", version, context)
             samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
@@ -81,20 +88,18 @@ def _score(rows: list[dict[str, Any]], name: str, texts: list[str]) -> list[floa
     return hits
 
 
-def _summary(metrics: dict[str, Any], shown: list[dict[str, Any]]) -> str:
-    sft, after = 100 * metrics["exact_match/sft"], 100 * metrics["exact_match/ppo"]
+def _summary(names: list[str], metrics: dict[str, Any], shown: list[dict[str, Any]]) -> str:
+    shares = ", ".join(f"{name} **{100 * metrics[f'exact_match/{name}']:.1f} %**" for name in names)
     lines = [
-        f"**Greedy exact match** on {metrics['prompts']} held-out prompts: SFT {sft:.1f} %, PPO **{after:.1f} %** "
-        f"({after - sft:+.1f} points).",
+        f"**Greedy exact match** on {metrics['prompts']} held-out prompts: {shares} "
+        f"({100 * metrics['gain']:+.1f} points).",
         "",
-        "| prompt | answer | SFT | | PPO | |",
-        "|---|---|---|---|---|---|",
+        f"| prompt | answer |{''.join(f' {name} | |' for name in names)}",
+        f"|---|---|{'---|---|' * len(names)}",
     ]
     for row in shown:
-        marks = ["✓" if row[f"{name} exact"] else "✗" for name in MODELS]
-        lines.append(
-            f"| `{row['prompt']}` | `{row['label']}` | `{row['sft']}` | {marks[0]} | `{row['ppo']}` | {marks[1]} |"
-        )
+        cells = [f"`{row[name]}` | {'✓' if row[f'{name} exact'] else '✗'}" for name in names]
+        lines.append(f"| `{row['prompt']}` | `{row['label']}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
-from rlhf_core.config.training import ModelSource
+from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
-from rlhf_core.store.keys import directory_digest, remote_fingerprint
+from rlhf_core.store.keys import directory_digest, file_fingerprint, remote_fingerprint
 
 
 def data_fingerprints(kind: str, source: DataSource) -> dict[str, str]:
@@ -21,13 +21,34 @@ def data_fingerprints(kind: str, source: DataSource) -> dict[str, str]:
     return prints
 
 
-def model_digest(source: ModelSource) -> dict[str, str]:
-    """{"model": content digest} of a model directory; empty for a model from scratch, whose settings say all."""
-    if source.path is None:
+def foreign_models(section: str, settings: SupervisedSettings) -> dict[str, str]:
+    """Input name -> content digest of each model directory that a supervised stage's settings name.
+
+    Empty for a model from scratch, whose settings say all. Raises SettingsError for what is no such directory.
+    """
+    sources = {"model": settings.model}
+    if isinstance(settings, DpoSettings | KtoSettings):
+        sources["reference"] = settings.reference
+    return {
+        name: _model_digest(f"{section}.{name}.path", source.path)
+        for name, source in sources.items()
+        if source is not None and source.path is not None
+    }
+
+
+def _model_digest(setting: str, path: str) -> str:
+    with _readable(setting, path, "give a Hugging Face model directory"):
+        check_model_directory(setting, path)
+        return directory_digest(path)
+
+
+def code_digests(section: str, settings: SupervisedSettings) -> dict[str, str]:
+    """Setting -> SHA-256 of the user's file that it names and that decides what a row becomes."""
+    template = settings.text.chat_template
+    if template is None:
         return {}
-    with _readable("sft.model.path", source.path, "give a Hugging Face model directory"):
-        check_model_directory(source.path)
-        return {"model": directory_digest(source.path)}
+    with _readable(f"{section}.text.chat_template", f"file {template}", "give the path of a Jinja file"):
+        return {"text.chat_template": file_fingerprint(template)}
 
 
 @contextmanager
@@ -49,7 +70,7 @@ def _s3_errors() -> tuple[type[Exception], ...]:
     return BotoCoreError, ClientError
 
 
-def check_model_directory(path: str) -> None:
+def check_model_directory(setting: str, path: str) -> None:
     """Refuses what no engine could load, before one starts."""
     directory = Path(path)
     wanted = {
@@ -58,10 +79,10 @@ def check_model_directory(path: str) -> None:
         "tokenizer.json": ["tokenizer.json", "tokenizer.model"],
     }
     if not directory.is_dir():
-        raise SettingsError(f"sft.model.path: {path} is not a directory; give a Hugging Face model directory")
+        raise SettingsError(f"{setting}: {path} is not a directory; give a Hugging Face model directory")
     for what, patterns in wanted.items():
         if not any(any(directory.glob(pattern)) for pattern in patterns):
-            raise SettingsError(f"sft.model.path: {path} has no {what}; give a complete Hugging Face model directory")
+            raise SettingsError(f"{setting}: {path} has no {what}; give a complete Hugging Face model directory")
 
 
 def check_unchanged(where: str, now: dict[str, str], planned: dict[str, str]) -> None:

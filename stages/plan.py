@@ -1,21 +1,28 @@
 """Which stages a pipeline has, what each reads, and the key of each, before anything runs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
 
 from rlhf_core.config.base import Settings, key_settings
-from rlhf_core.config.data import DataSource, PrepareDataSettings
-from rlhf_core.config.pipeline import PipelineSettings
+from rlhf_core.config.data import DatasetKind, DataSource, PrepareDataSettings
+from rlhf_core.config.pipeline import SECTION_DATA, PipelineSettings
+from rlhf_core.config.rl import PpoSettings
+from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.store.keys import StageKey, stage_key
 from stages.definition import Stage
+from stages.dpo import DPO
 from stages.evaluate import EVALUATE
-from stages.inputs import data_fingerprints, model_digest
+from stages.inputs import code_digests, data_fingerprints, foreign_models
+from stages.kto import KTO
 from stages.ppo import PPO
 from stages.prepare_data import PREPARE_DATA
+from stages.prm import PRM
 from stages.rm import RM
 from stages.sft import SFT
 
-STAGES: dict[str, Stage] = {stage.name: stage for stage in (PREPARE_DATA, SFT, RM, PPO, EVALUATE)}
+STAGES: dict[str, Stage] = {stage.name: stage for stage in (PREPARE_DATA, SFT, RM, PRM, DPO, KTO, PPO, EVALUATE)}
+SUPERVISED = ("sft", "rm", "prm", "dpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -29,30 +36,74 @@ class PlannedStage:
     key: StageKey
 
 
+@dataclass(frozen=True)
+class _Node:
+    """A node before its key: `inputs` as above; digests of foreign models, fingerprints of data, digests of code."""
+
+    node: str
+    stage: Stage
+    settings: Settings
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+
+
 def plan_pipeline(settings: PipelineSettings) -> list[PlannedStage]:
     """The nodes in an order in which each comes after its inputs. Reads data files; starts nothing.
 
-    Raises SettingsError for a data file or model directory that does not exist.
+    Raises SettingsError for a data file, model directory or other file named by the settings that does not exist.
     """
     plan: dict[str, PlannedStage] = {}
-
-    def add(
-        node: str, stage: Stage, own: Settings, inputs: dict[str, str], foreign: dict[str, str], data: dict
-    ) -> None:
-        input_keys = {name: plan[source].key.key for name, source in inputs.items()} | foreign
+    for node in _nodes(settings):
+        input_keys = {name: plan[source].key.key for name, source in node.inputs.items()}
         key = stage_key(
-            stage=stage.name, version=stage.version, settings=key_settings(own), inputs=input_keys, data=data, code={}
+            stage=node.stage.name,
+            version=node.stage.version,
+            settings=key_settings(node.settings),
+            inputs=input_keys | dict(node.models),
+            data=dict(node.data),
+            code=dict(node.code),
         )
-        plan[node] = PlannedStage(node, stage, own, inputs, key)
+        plan[node.node] = PlannedStage(node.node, node.stage, node.settings, node.inputs, key)
+    return list(plan.values())
 
-    for kind in ("sft", "pairs", "steps", "prompts", "eval"):
+
+def _nodes(settings: PipelineSettings) -> Iterator[_Node]:
+    for kind in get_args(DatasetKind):
         source: DataSource | None = getattr(settings.data, kind)
         if source is not None:
             prepare = PrepareDataSettings(dataset=kind, source=source)
-            add(f"data-{kind}", PREPARE_DATA, prepare, {}, {}, data_fingerprints(kind, source))
-    add("sft", SFT, settings.sft, {"data": "data-sft"}, model_digest(settings.sft.model), {})
-    add("rm", RM, settings.rm, {"model": "sft", "data": "data-pairs"}, {}, {})
-    ppo_inputs = {"policy": "sft", "reward": "rm", "prompts": "data-prompts", "eval": "data-eval"}
-    add("ppo", PPO, settings.ppo, ppo_inputs, {}, {})
-    add("evaluate", EVALUATE, settings.evaluate, {"sft": "sft", "ppo": "ppo", "data": "data-eval"}, {}, {})
-    return list(plan.values())
+            prints = data_fingerprints(kind, source)
+            yield _Node(f"data-{kind}", PREPARE_DATA, prepare, data=prints)
+    for name in SUPERVISED:
+        section: SupervisedSettings | None = getattr(settings, name)
+        if section is not None:
+            yield _supervised(name, section)
+    if settings.ppo is not None:
+        yield _Node("ppo", PPO, settings.ppo, _ppo_inputs(settings.ppo))
+    if settings.evaluate is not None:
+        policies = {name: name for name in settings.policies()}
+        yield _Node("evaluate", EVALUATE, settings.evaluate, {**policies, "data": "data-eval"})
+
+
+def _supervised(name: str, section: SupervisedSettings) -> _Node:
+    """Starts from its own `model` where it has one, else from the SFT stage's artifact."""
+    (kind,) = SECTION_DATA[name]
+    return _Node(
+        name,
+        STAGES[name],
+        section,
+        inputs={"data": f"data-{kind}"} | ({"model": "sft"} if section.model is None else {}),
+        models=foreign_models(name, section),
+        code=code_digests(name, section),
+    )
+
+
+def _ppo_inputs(ppo: PpoSettings) -> dict[str, str]:
+    inputs = {"policy": ppo.policy, "prompts": "data-prompts", "eval": "data-eval"}
+    if ppo.needs_reward_model:
+        inputs["reward"] = "rm"
+    if ppo.reward.prm:
+        inputs["process"] = "prm"
+    return inputs

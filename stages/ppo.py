@@ -124,7 +124,7 @@ def _summary(measured: dict[str, Any]) -> str:
     )
 
 
-PPO = Stage(name="ppo", version=1, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
+PPO = Stage(name="ppo", version=2, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
 
 if __name__ == "__main__":
     from stages.runner import main

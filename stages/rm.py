@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhf_core.config.supervised import RmSettings
 from rlhf_core.store.store import StoreError
-from stages.contract import check_length, described
 from stages.definition import Stage, StageContext, StageResult
 from stages.supervised import train_supervised
 
@@ -19,8 +18,6 @@ def rm(context: StageContext) -> StageResult:
             "the pairs have no held-out rows, and the reward model's accuracy and normalisation are measured on "
             "them; give data.pairs an eval_path or, when generated, eval_rows"
         )
-    base = described("model", context.manifests["model"])
-    check_length("rm.max_len", context.settings.max_len, base, context.inputs["model"] / "model")
     trained = train_supervised(context, RM_TRAINER, "AutoModelForSequenceClassification")
     plot_curves(
         trained.files / "plots" / "accuracy.png",
@@ -45,7 +42,7 @@ def score_statistics(metrics: dict[str, Any]) -> dict[str, float]:
     return {"mean": mean, "std": max(math.sqrt(variance), 1e-8)}
 
 
-RM = Stage(name="rm", version=1, module="stages.rm", settings=RmSettings, pool="gpu", run=rm)
+RM = Stage(name="rm", version=2, module="stages.rm", settings=RmSettings, pool="gpu", run=rm)
 
 if __name__ == "__main__":
     from stages.runner import main

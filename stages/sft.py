@@ -1,11 +1,7 @@
 """sft: supervised fine-tuning of the base model on prompt and response, with the loss on the response."""
 
-from pathlib import Path
-
 from rlhf_core.config.supervised import SftSettings
-from stages.contract import check_length
 from stages.definition import Stage, StageContext, StageResult
-from stages.inputs import check_unchanged, model_digest
 from stages.supervised import train_supervised
 
 
@@ -13,11 +9,6 @@ def sft(context: StageContext) -> StageResult:
     from rlhf_core.tracking.plots import plot_curves
     from rlhf_core.training.supervised_loop import SFT_TRAINER
 
-    settings: SftSettings = context.settings
-    check_unchanged("sft", model_digest(settings.model), context.key_source["inputs"])
-    if settings.model.path is not None:
-        path = settings.model.path
-        check_length("sft.max_len", settings.max_len, f"the model {path}", Path(path))
     trained = train_supervised(context, SFT_TRAINER, "AutoModelForCausalLM")
     plot_curves(
         trained.files / "plots" / "loss.png",
@@ -35,7 +26,7 @@ def sft(context: StageContext) -> StageResult:
     return StageResult(trained.files, metrics, model=trained.model, summary=summary + ".\n")
 
 
-SFT = Stage(name="sft", version=1, module="stages.sft", settings=SftSettings, pool="gpu", run=sft)
+SFT = Stage(name="sft", version=2, module="stages.sft", settings=SftSettings, pool="gpu", run=sft)
 
 if __name__ == "__main__":
     from stages.runner import main

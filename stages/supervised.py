@@ -7,7 +7,9 @@ from typing import Any
 
 from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.training.progress import check_resumable
+from stages.contract import check_length, described
 from stages.definition import StageContext
+from stages.inputs import check_unchanged, code_digests, foreign_models
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     from rlhf_core.training.supervised_loop import run_supervised
 
     settings: SupervisedSettings = context.settings
+    check_inputs(context)
     cluster = context.run.cluster
     job = context.job()
     check_resumable(context.store, context.stage, context.key, settings.trainer)
@@ -50,6 +53,21 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
         model={**facts, "model_class": model_class, "dtype": settings.dtype},
         curves={name: curve for name, curve in curves.items() if curve[0]},
     )
+
+
+def check_inputs(context: StageContext) -> None:
+    """Refuses files that changed since the key was made, and a length that the model has no positions for."""
+    settings: SupervisedSettings = context.settings
+    stage = context.stage
+    check_unchanged(stage, foreign_models(stage, settings), context.key_source["inputs"])
+    check_unchanged(stage, code_digests(stage, settings), context.key_source["code"])
+    if "model" in context.manifests:
+        directory, name = context.inputs["model"] / "model", described("model", context.manifests["model"])
+    elif settings.model is not None and settings.model.path is not None:
+        directory, name = Path(settings.model.path), f"the model {settings.model.path}"
+    else:
+        return  # from scratch: the settings have checked it
+    check_length(f"{stage}.max_len", settings.max_len, name, directory)
 
 
 _CURVES = {

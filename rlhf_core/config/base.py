@@ -79,10 +79,10 @@ def _default_text(default: Any) -> str:
 
 
 def settings_types(annotation: Any) -> list[type[Settings]]:
-    """The settings models that a field's annotation admits: `Model`, `Model | None`, ..."""
+    """The settings models that a field's annotation admits: `Model`, `Model | None`, `tuple[Model, ...]`, ..."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
         return [model for part in get_args(annotation) for model in settings_types(part)]
     return []
 
@@ -98,7 +98,7 @@ def parse_settings(model: type[S], values: Any, where: str = "") -> S:
 
 def _fault(model: type[Settings], fault: Any, where: str) -> str:
     location = list(fault["loc"])
-    path = ".".join([where, *map(str, location)] if where else map(str, location)) or where or model.__name__
+    path = ".".join([where, *map(str, location)] if where else map(str, location))
     if fault["type"] == "extra_forbidden":
         allowed = sorted(_model_at(model, location[:-1]).model_fields)
         near = difflib.get_close_matches(str(location[-1]), allowed, n=1)
@@ -107,6 +107,8 @@ def _fault(model: type[Settings], fault: Any, where: str) -> str:
     if fault["type"] == "missing":
         return f"{path}: missing, and it has no default; give it in the pipeline file or as set: {path}=VALUE"
     message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if not path:  # the whole file: the message names its parts
+        return message
     given = repr(fault["input"])
     if isinstance(fault["input"], dict | list) or len(given) > 80:
         return f"{path}: {message}"

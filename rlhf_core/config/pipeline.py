@@ -5,12 +5,32 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Neutral, Settings, SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
-from rlhf_core.config.supervised import RmSettings, SftSettings
+from rlhf_core.config.supervised import (
+    DpoSettings,
+    KtoSettings,
+    PrmSettings,
+    RmSettings,
+    SftSettings,
+    SupervisedSettings,
+)
+
+# Section -> the data sets that its stage reads: the one it is trained on, then the others.
+SECTION_DATA: dict[str, tuple[str, ...]] = {
+    "sft": ("sft",),
+    "rm": ("pairs",),
+    "prm": ("steps",),
+    "dpo": ("pairs",),
+    "kto": ("labelled",),
+    "ppo": ("prompts", "eval"),
+    "evaluate": ("eval",),
+}
+# Sections that make a causal model which can be sampled from, in the order in which they follow one another.
+POLICIES = ("sft", "dpo", "kto", "ppo")
 
 
 class TrackingSettings(Settings):
@@ -51,14 +71,69 @@ class RunSettings(Settings):
 
 
 class PipelineSettings(Settings):
-    """Everything that `sft-rm-ppo` takes: a model a stage."""
+    """Everything that `sft-rm-ppo` takes: a section a stage. A stage without its section is not run."""
 
     run: RunSettings = Field(default_factory=RunSettings, description="Store, scratch, tracking.")
     data: DataSettings = Field(description="The data sets.")
-    sft: SftSettings = Field(description="Supervised fine-tuning.")
-    rm: RmSettings = Field(description="The reward model.")
-    ppo: PpoSettings = Field(description="PPO.")
-    evaluate: EvaluateSettings = Field(description="Greedy exact match on held-out prompts.")
+    sft: SftSettings | None = Field(default=None, description="Supervised fine-tuning.")
+    rm: RmSettings | None = Field(default=None, description="The reward model.")
+    prm: PrmSettings | None = Field(default=None, description="The process reward model.")
+    dpo: DpoSettings | None = Field(default=None, description="Direct preference optimisation.")
+    kto: KtoSettings | None = Field(default=None, description="KTO.")
+    ppo: PpoSettings | None = Field(default=None, description="PPO.")
+    evaluate: EvaluateSettings | None = Field(default=None, description="Greedy exact match on held-out prompts.")
+
+    def policies(self) -> list[str]:
+        """Sections that are there and make a policy. The first is what the others started from, where they did."""
+        return [name for name in POLICIES if getattr(self, name) is not None]
+
+    @model_validator(mode="after")
+    def _starting_points(self) -> "PipelineSettings":
+        for name in ("rm", "prm", "dpo", "kto"):
+            section: SupervisedSettings | None = getattr(self, name)
+            if section is not None and section.model is None and self.sft is None:
+                raise ValueError(
+                    f"{name}.model: missing, and there is no section sft whose model {name} could start from; give "
+                    f"{name}.model.path a Hugging Face directory, or add sft"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _ppo_inputs(self) -> "PipelineSettings":
+        ppo = self.ppo
+        if ppo is None:
+            return self
+        if getattr(self, ppo.policy) is None:
+            others = [name for name in self.policies() if name != "ppo"]
+            choice = f"set ppo.policy to {' or '.join(others)}" if others else "add one of sft, dpo, kto"
+            raise ValueError(f"ppo.policy is {ppo.policy}, and there is no section {ppo.policy}; add it, or {choice}")
+        if ppo.needs_reward_model and self.rm is None:
+            setting = f"ppo.reward.rm is {ppo.reward.rm}" if ppo.reward.rm else "ppo.critic.init is rm"
+            raise ValueError(
+                f"{setting}, and there is no section rm that makes the reward model; add it, or change that"
+            )
+        if ppo.reward.prm and self.prm is None:
+            raise ValueError(
+                f"ppo.reward.prm is {ppo.reward.prm}, and there is no section prm that makes the process reward "
+                f"model; add it, or set the weight to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_evaluate(self) -> "PipelineSettings":
+        if self.evaluate is not None and not self.policies():
+            raise ValueError(
+                f"evaluate has no policy to sample from; add one of {', '.join(POLICIES)}, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _data_sets(self) -> "PipelineSettings":
+        for section, kinds in SECTION_DATA.items():
+            for kind in kinds:
+                if getattr(self, section) is not None and getattr(self.data, kind) is None:
+                    raise ValueError(f"{section} needs data.{kind}; give it a path, or leave {section} out")
+        return self
 
 
 def load_pipeline(path: str | Path, overrides: Iterable[str] = ()) -> PipelineSettings:
@@ -76,7 +151,9 @@ def read_pipeline(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise SettingsError(f"pipeline file {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise SettingsError(f"pipeline file {path} holds no settings; it wants the keys data, sft, rm, ppo, evaluate")
+        raise SettingsError(
+            f"pipeline file {path} holds no settings; it wants the keys data, sft, rm, prm, dpo, kto, ppo, evaluate"
+        )
     return values
 
 

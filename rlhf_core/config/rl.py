@@ -26,10 +26,16 @@ class RolloutSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """Weighted sum of rewards, given at the last token. A source of weight 0 is measured and not trained on."""
+    """Weighted sum of rewards, given at the last token. Only `exact` is measured at weight 0 too."""
 
     rm: float = Field(
-        default=1.0, description="Weight of the reward model's score, normalised by its held-out mean and std."
+        default=0.0, description="Weight of the reward model's score, normalised by its held-out mean and std."
+    )
+    prm: float = Field(
+        default=0.0, description="Weight of the process reward model's verdict on the steps, a probability."
+    )
+    prm_aggregate: Literal["min", "mean", "last", "product"] = Field(
+        default="min", description="How the probabilities that the steps are right become one."
     )
     exact: float = Field(
         default=0.0, description="Weight of the exact verifier: 1 if the answer equals the label, else 0."
@@ -37,8 +43,8 @@ class RewardSettings(Settings):
 
     @model_validator(mode="after")
     def _some_reward(self) -> "RewardSettings":
-        if self.rm == 0 and self.exact == 0:
-            raise ValueError("every weight is 0, so nothing would be rewarded; give rm or exact a weight")
+        if not (self.rm or self.prm or self.exact):
+            raise ValueError("every weight is 0, so nothing would be rewarded; give rm, prm or exact a weight")
         return self
 
 
@@ -51,7 +57,7 @@ class AlgorithmSettings(Settings):
     clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
     value_clip: float = Field(default=0.2, gt=0, description="Values move at most this far from those of the rollout.")
     kl_coef: float = Field(
-        default=0.05, ge=0, description="Weight of the k1 KL estimate against the SFT policy, in the reward."
+        default=0.05, ge=0, description="Weight of the k1 KL estimate against the starting policy, in the reward."
     )
     whiten_advantages: bool = Field(
         default=True, description="Advantages of a rollout get mean 0 and standard deviation 1."
@@ -60,15 +66,22 @@ class AlgorithmSettings(Settings):
 
 class CriticSettings(Settings):
     optimizer: OptimizerSettings = Field(description="The critic's learning rate and schedule.")
-    init: Literal["rm", "sft"] = Field(default="rm", description="Which model's weights the critic starts from.")
+    init: Literal["rm", "policy"] | None = Field(
+        default=None,
+        description="Whose weights the critic starts from; null: the reward model's where reward.rm has weight, else "
+        "the policy's.",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="Rollouts that train the critic alone.")
 
 
 class PpoSettings(Settings):
+    policy: Literal["sft", "dpo", "kto"] = Field(
+        default="sft", description="The stage whose model is trained, and is the reference of the KL penalty."
+    )
     optimizer: OptimizerSettings = Field(description="The policy's learning rate and schedule.")
     critic: CriticSettings = Field(description="The critic.")
     rollout: RolloutSettings = Field(description="What is sampled.")
-    reward: RewardSettings = Field(default_factory=RewardSettings, description="What is rewarded.")
+    reward: RewardSettings = Field(description="What is rewarded.")
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings, description="Loss and advantages.")
     steps: int = Field(gt=0, description="Rollouts; each is followed by `epochs` passes over it.")
     batch_size: int = Field(gt=0, description="Trajectories an optimizer step sees, over all ranks.")
@@ -85,6 +98,15 @@ class PpoSettings(Settings):
     generate_timeout_s: Annotated[float, Neutral] = Field(
         default=1800.0, gt=0, description="Longest wait for a rollout."
     )
+
+    @property
+    def critic_init(self) -> Literal["rm", "policy"]:
+        """Whose weights the critic starts from, once null is resolved."""
+        return self.critic.init or ("rm" if self.reward.rm else "policy")
+
+    @property
+    def needs_reward_model(self) -> bool:
+        return bool(self.reward.rm) or self.critic_init == "rm"
 
     @model_validator(mode="after")
     def _equations(self) -> "PpoSettings":
@@ -105,7 +127,7 @@ class PpoSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    """Greedy exact match on the held-out prompts, for the SFT model and for the PPO model."""
+    """Greedy exact match on the held-out prompts, for each policy of the pipeline."""
 
     max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
     max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")

@@ -42,7 +42,7 @@ class RlTrainer(TrainerRank):
             settings.optimizer,
             updates * (settings.steps - settings.critic.warmup_steps),
         )
-        critic_dir = reward_dir if settings.critic.init == "rm" else policy_dir
+        critic_dir = reward_dir if settings.critic_init == "rm" else policy_dir
         self.critic = self._engine(
             lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
         )
