@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_core.models.backbone import hidden_states
 from rlhf_core.models.head import TokenHead, logit_transform
 
 
 class CausalModel(nn.Module):
-    """A Hugging Face causal model, bare or within peft's wrapper, whose logits are never made for all tokens."""
+    """A Hugging Face causal model whose logits are never made for all tokens at once."""
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
@@ -26,22 +26,8 @@ class CausalModel(nn.Module):
             lm.set_output_embeddings(TokenHead.of(head, logit_transform(lm.config)))
 
     @property
-    def causal(self) -> Any:
-        """The model itself, whose layers peft changes in place."""
-        return self.lm if isinstance(self.lm, PreTrainedModel) else self.lm.get_base_model()
-
-    @property
     def head(self) -> TokenHead:
-        return self.causal.get_output_embeddings()
-
-    def hidden(
-        self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None = None, **options: Any
-    ) -> Any:
-        """The backbone's output. Transformers isolates packed samples by their positions, if there is no mask."""
-        backbone = getattr(self.causal, self.causal.base_model_prefix)
-        return backbone(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **options
-        )
+        return self.lm.get_output_embeddings()
 
 
 class Policy(CausalModel):
@@ -63,28 +49,20 @@ class Policy(CausalModel):
             attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
             labels: the tokens whose log-probs are wanted, entry t under what follows token t; the result is then not
                 moved to the tokens' own places. For rows whose next token lies on another rank.
-            aux_mask: 1 on tokens that count in the load-balancing loss (Fedus et al. 2021, eq. 4) of a mixture of
-                experts; the result is then (log-probs, loss).
+            aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
+                (log-probs, loss).
         """
-        options = {} if aux_mask is None else {"output_router_logits": True}
-        output = self.hidden(input_ids, position_ids, attention_mask, **options)
+        hidden, aux = hidden_states(
+            self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
+        )
         if labels is not None:
-            logprobs = self.head(output.last_hidden_state, labels=labels, temperature=temperature)
+            logprobs = self.head(hidden, labels=labels, temperature=temperature)
         else:
-            following = self.head(output.last_hidden_state[:, :-1], labels=input_ids[:, 1:], temperature=temperature)
+            following = self.head(hidden[:, :-1], labels=input_ids[:, 1:], temperature=temperature)
             logprobs = functional.pad(following, (1, 0))
             if position_ids is not None:
                 logprobs = torch.where(position_ids == 0, 0.0, logprobs)
-        if aux_mask is None:
-            return logprobs
-        return logprobs, self._load_balancing(output.router_logits, aux_mask)
-
-    def _load_balancing(self, router_logits: Any, mask: Tensor) -> Tensor:
-        config = self.causal.config
-        loss: Any = load_balancing_loss_func(
-            router_logits, router_logits[0].shape[-1], config.num_experts_per_tok, attention_mask=mask
-        )
-        return loss
+        return logprobs if aux is None else (logprobs, aux)
 
 
 def load_policy(directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None) -> Policy:
@@ -113,7 +91,7 @@ def check_head(model: CausalModel) -> None:
     The model's own forward runs on made-up hidden states, so only the head computes. Under ZeRO-3 the head's weights
     have to be gathered.
     """
-    lm, head = model.causal, model.head
+    lm, head = model.lm, model.head
     backbone = getattr(lm, lm.base_model_prefix)
     generator = torch.Generator().manual_seed(0)
     hidden: Any = torch.randn(1, 3, head.in_features, generator=generator).to(head.weight)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_core.models.backbone import hidden_states
+
 
 class Scorer(nn.Module):
     """Wraps `AutoModelForSequenceClassification` (head `score`), so that what is saved loads as exactly that."""
@@ -18,26 +20,29 @@ class Scorer(nn.Module):
         self.lm: Any = lm
 
     @property
-    def classifier(self) -> Any:
-        """The model itself, whose layers peft changes in place."""
-        return self.lm if isinstance(self.lm, PreTrainedModel) else self.lm.get_base_model()
-
-    @property
     def head(self) -> nn.Linear:
-        return self.classifier.score
+        return self.lm.score
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """Scores (B, T) float32, one at every token. All inputs are (B, T), padded on the right.
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        aux_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Scores (B, T) float32, one at every token. All inputs are (B, T).
 
-        attention_mask: None where position_ids restart with each packed sample.
+        Args:
+            attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
+            aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
+                (scores, loss).
         """
-        backbone = getattr(self.classifier, self.classifier.base_model_prefix)
-        hidden = backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        return self.head(hidden).squeeze(-1).float()
+        hidden, aux = hidden_states(
+            self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
+        )
+        scores = self.head(hidden).squeeze(-1).float()
+        return scores if aux is None else (scores, aux)
 
 
 def last_token_scores(scores_BT: Tensor, attention_mask: Tensor) -> Tensor:

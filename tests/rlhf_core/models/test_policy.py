@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.models import head
+from rlhf_core.models.backbone import hidden_states
 from rlhf_core.models.head import LogitTransform, TokenHead
 from rlhf_core.models.policy import Policy, check_head
 
@@ -132,8 +133,8 @@ def test_logits_of_a_few_tokens_are_those_of_the_model():
     model, ids = causal("gemma2"), torch.tensor([[3, 4, 5, 6]])
     wanted = model(input_ids=ids).logits[..., [7, 3]]
     policy = Policy(model)
-    output = policy.hidden(ids, None)
-    torch.testing.assert_close(policy.head(output.last_hidden_state, tokens=(7, 3)), wanted, rtol=1e-5, atol=1e-5)
+    hidden, _ = hidden_states(model, ids, position_ids=None)
+    torch.testing.assert_close(policy.head(hidden, tokens=(7, 3)), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

@@ -1,0 +1,34 @@
+"""A Hugging Face model below its head: hidden states, and the load-balancing loss of a mixture of experts."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+
+def hidden_states(
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None = None,
+    aux_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(last hidden states (R, L, H), load-balancing loss or None). All inputs are (R, L).
+
+    Transformers isolates packed samples by their restarting positions, if there is neither a mask nor a cache.
+    With aux_mask, 1 on the tokens that count, the loss is that of Fedus et al. 2022, eq. 4.
+    """
+    backbone = getattr(lm, lm.base_model_prefix)
+    options = {} if aux_mask is None else {"output_router_logits": True}
+    output = backbone(
+        input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **options
+    )
+    if aux_mask is None:
+        return output.last_hidden_state, None
+    routers: Any = output.router_logits
+    aux: Any = load_balancing_loss_func(
+        routers, routers[0].shape[-1], lm.config.num_experts_per_tok, attention_mask=aux_mask
+    )
+    return output.last_hidden_state, aux
