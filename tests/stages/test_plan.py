@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -6,6 +7,7 @@ from botocore.exceptions import NoCredentialsError
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.models.scratch import write_scratch_model
+from rlhf_core.store.keys import directory_digest
 from stages.plan import plan_pipeline
 
 
@@ -82,6 +84,69 @@ def test_a_foreign_model_enters_by_its_content(plan, tmp_path):
     same, again, other = (keys(plan(f"sft.model={{path: {path}}}")) for path in made)
     assert same == again
     assert changed(same, other) == {"sft", "rm", "ppo", "evaluate"}
+
+
+STAGE = "optimizer: {lr: 1e-3}, batch_size: 8, max_len: 32, max_steps: 2"
+PRM = f"prm={{{STAGE}, placeholder_token: a, reward_tokens: [b, c]}}"
+DPO = f"dpo={{{STAGE}}}"
+KTO = f"kto={{{STAGE}}}"
+
+
+def test_every_section_becomes_a_node_that_reads_what_it_needs(plan, tmp_path):
+    (tmp_path / "labelled.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2", "label": True}) + "\n")
+    data = f"data.labelled={{path: {tmp_path}/labelled.jsonl}}"
+    planned = plan(PRM, DPO, KTO, data, "ppo.policy=dpo", "ppo.reward={prm: 1, rm: 1}")
+    assert {node: dict(one.inputs) for node, one in planned.items() if not node.startswith("data-")} == {
+        "sft": {"data": "data-sft"},
+        "rm": {"data": "data-pairs", "model": "sft"},
+        "prm": {"data": "data-steps", "model": "sft"},
+        "dpo": {"data": "data-pairs", "model": "sft"},
+        "kto": {"data": "data-labelled", "model": "sft"},
+        "ppo": {
+            "policy": "dpo",
+            "prompts": "data-prompts",
+            "eval": "data-eval",
+            "reward": "rm",
+            "process": "prm",
+        },
+        "evaluate": {"sft": "sft", "dpo": "dpo", "kto": "kto", "ppo": "ppo", "data": "data-eval"},
+    }
+    assert "reward" not in plan("ppo.reward={exact: 1}")["ppo"].inputs
+    assert plan("ppo.reward={exact: 1}", "ppo.critic.init=rm")["ppo"].inputs["reward"] == "rm"
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-prm", "demo-dpo", "demo-kto"])
+def test_a_shipped_demo_can_be_planned(project, name):
+    nodes = plan_pipeline(load_pipeline(project / "deployments" / "pipelines" / f"{name}.yaml"))
+    assert nodes[-1].node == "evaluate"
+
+
+def test_a_stage_with_a_model_of_its_own_does_not_wait_for_sft(plan, tmp_path):
+    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 16, "max_position": 32}
+    own, reference = (write_scratch_model(tmp_path / str(n), seed=n, **sizes) for n in (0, 1))
+    stage = f"{STAGE}, model: {{path: {own}}}"
+    plain = plan(f"dpo={{{stage}}}")["dpo"]
+    assert dict(plain.inputs) == {"data": "data-pairs"}
+    assert plain.key.source["inputs"]["model"] == directory_digest(own)
+    other = plan(f"dpo={{{stage}, reference: {{path: {reference}}}}}")["dpo"]
+    assert other.key.source["inputs"]["reference"] == directory_digest(reference)
+
+
+def test_a_users_chat_template_enters_by_its_content(plan, tmp_path):
+    def with_template(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return plan(f"rm.text={{chat_template: {path}}}")
+
+    first = with_template("a.jinja", "{{ messages }}")
+    assert first["rm"].key.source["code"] == {
+        "text.chat_template": hashlib.sha256(b"{{ messages }}").hexdigest(),
+    }
+    assert keys(with_template("b.jinja", "{{ messages }}")) == keys(first)
+    changed_keys = changed(keys(first), keys(with_template("a.jinja", "{{ messages | length }}")))
+    assert changed_keys == {"rm", "ppo", "evaluate"}
+    with pytest.raises(SettingsError, match=r"^rm\.text\.chat_template: file /nowhere\.jinja does not exist; give"):
+        plan("rm.text={chat_template: /nowhere.jinja}")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from rlhf_core.config.base import SettingsError, key_settings
-from rlhf_core.config.pipeline import apply_overrides, load_pipeline
+from rlhf_core.config.pipeline import SECTION_DATA, apply_overrides, load_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -12,9 +12,16 @@ def demo(project):
     return project / "deployments" / "pipelines" / "demo.yaml"
 
 
-def test_both_shipped_pipelines_are_valid_and_of_one_shape(project):
+def test_every_shipped_pipeline_is_valid_and_has_the_sections_of_its_name(project):
     pipelines = {path.stem: load_pipeline(path) for path in (project / "deployments" / "pipelines").glob("*.yaml")}
-    assert set(pipelines) == {"demo", "llama3-8b"}
+    sections = {stem: {name for name in SECTION_DATA if getattr(one, name)} for stem, one in pipelines.items()}
+    assert sections == {
+        "demo": {"sft", "rm", "ppo", "evaluate"},
+        "demo-prm": {"sft", "prm", "ppo", "evaluate"},
+        "demo-dpo": {"sft", "dpo", "evaluate"},
+        "demo-kto": {"sft", "kto", "evaluate"},
+        "llama3-8b": {"sft", "rm", "ppo", "evaluate"},
+    }
     assert pipelines["llama3-8b"].ppo.trainer.zero_stage == 3
 
 
@@ -48,7 +55,7 @@ def test_overrides_leave_their_source_alone():
         ),
         ("ppo.rollout.max_new_tokens=4000", "do not fit sampler.max_model_len"),
         ("sft.epochs=1", "sft: give exactly one of `epochs` and `max_steps`"),
-        ("data.sft.path=x.jsonl", "data.sft: give exactly one of `arithmetic` and `path`"),
+        ("data.sft.path=x.jsonl", "data.sft: give exactly one of `path`, `hub` and `arithmetic`"),
         ("ppo.reward={rm: 0, exact: 0}", "every weight is 0, so nothing would be rewarded"),
         ("ppo.critic.warmup_steps=120", "critic.warmup_steps 120 leave none of 120 steps to train the policy"),
         ("data.pairs.arithmetic.eval_rows=0", "data: pairs has no held-out rows"),
@@ -63,6 +70,64 @@ def test_bad_settings_are_one_line_that_says_what_to_do(demo, override, message)
         load_pipeline(demo, [*given, "ppo.batch_size=64", "ppo.steps=120", override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+STAGE = "optimizer: {lr: 1e-3}, batch_size: 8, max_len: 48, max_steps: 2"
+PRM = f"prm={{{STAGE}, placeholder_token: a, reward_tokens: [b, c]}}"
+DPO = f"dpo={{{STAGE}}}"
+KTO = f"kto={{{STAGE}}}"
+LABELLED = "data.labelled={path: x.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft=null"], "rm.model: missing, and there is no section sft whose model rm could start from; give rm.model"),
+        (["sft=null", "rm.model={path: m}"], "ppo.policy is sft, and there is no section sft; add it, or add one of"),
+        (["sft=null", "rm.model={path: m}", f"{DPO[:-1]}, model: {{path: m}}}}"], "or set ppo.policy to dpo"),
+        (["ppo.policy=kto"], "ppo.policy is kto, and there is no section kto; add it, or set ppo.policy to sft"),
+        (["rm=null"], "ppo.reward.rm is 0.2, and there is no section rm that makes the reward model; add it"),
+        (["rm=null", "ppo.reward={exact: 1}", "ppo.critic.init=rm"], "ppo.critic.init is rm, and there is no section"),
+        (["ppo.reward.prm=0.3"], "ppo.reward.prm is 0.3, and there is no section prm that makes the process reward"),
+        (["sft=null", "rm=null", "ppo=null"], "evaluate has no policy to sample from; add one of sft, dpo, kto, ppo"),
+        (["data.sft=null"], "sft needs data.sft; give it a path, or leave sft out"),
+        (["data.pairs=null"], "rm needs data.pairs"),
+        (["data.pairs=null", "rm=null", "ppo.reward={exact: 1}", DPO], "dpo needs data.pairs"),
+        (["data.steps=null", PRM], "prm needs data.steps"),
+        ([KTO], "kto needs data.labelled"),
+        (["data.prompts=null"], "ppo needs data.prompts"),
+        (["data.eval=null"], "ppo needs data.eval"),
+        (["ppo=null", "data.eval=null"], "evaluate needs data.eval"),
+    ],
+)
+def test_a_section_that_lacks_what_it_needs_is_refused_in_one_line(demo, overrides, message):
+    with pytest.raises(SettingsError) as caught:
+        load_pipeline(demo, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policies"),
+    [
+        (["rm=null", "ppo.reward={exact: 1}"], ["sft", "ppo"]),
+        (["ppo=null"], ["sft"]),
+        (["ppo=null", DPO, KTO, LABELLED], ["sft", "dpo", "kto"]),
+        (["ppo.policy=dpo", DPO], ["sft", "dpo", "ppo"]),
+        (["sft=null", "ppo=null", "evaluate=null", "rm.model={path: m}", "data.sft=null"], []),
+        (["rm=null", "ppo.reward={prm: 1}", PRM, "data.pairs=null"], ["sft", "ppo"]),
+    ],
+)
+def test_a_section_may_be_left_out_where_nothing_needs_it(demo, overrides, policies):
+    assert load_pipeline(demo, overrides).policies() == policies
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [("ppo.reward={rm: 1}", "rm"), ("ppo.reward={exact: 1}", "policy"), ("ppo.critic.init=policy", "policy")],
+)
+def test_the_critic_starts_from_the_reward_model_where_that_is_rewarded(demo, override, start):
+    assert load_pipeline(demo, [override]).ppo.critic_init == start
 
 
 @pytest.mark.parametrize(
