@@ -8,16 +8,28 @@ from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
+from rlhf_core.data.sources import hub_commit
 from rlhf_core.store.keys import directory_digest, file_fingerprint, remote_fingerprint
 
 
-def data_fingerprints(kind: str, source: DataSource) -> dict[str, str]:
-    """Field of the source -> fingerprint of what it names. Raises SettingsError for a file that cannot be read."""
-    prints = {"generator": f"arithmetic-{GENERATOR_VERSION}"} if source.arithmetic else {}
-    for name, url in (("path", source.path), ("eval_path", source.eval_path)):
-        if url is not None:
-            with _readable(f"data.{kind}.{name}", f"file {url}", "give the path or s3:// URL of a data file"):
-                prints[name] = remote_fingerprint(url)
+def data_fingerprints(kind: str, data: DataSource) -> dict[str, str]:
+    """Setting below data.<kind> -> fingerprint of what it names: content, commit, or the generator's version.
+
+    A loader's fingerprint is that of its file. Raises SettingsError for what cannot be read.
+    """
+    prints: dict[str, str] = {}
+    for prefix, source in data.named_parts:
+        where = f"data.{kind}.{prefix}"
+        if source.arithmetic is not None:
+            prints[f"{prefix}generator"] = f"arithmetic-{GENERATOR_VERSION}"
+        for name, url in (("path", source.path), ("eval_path", source.eval_path)):
+            if url is not None:
+                with _readable(f"{where}{name}", f"file {url}", "give the path or s3:// URL of a data file"):
+                    prints[f"{prefix}{name}"] = remote_fingerprint(url)
+        if source.hub is not None:
+            instead = "give a data set of the hub, a commit as `revision` where the hub is out of reach, or a `path`"
+            with _readable(f"{where}hub", f"data set {source.hub}", instead):
+                prints[f"{prefix}hub"] = hub_commit(source.hub, source.revision)
     return prints
 
 

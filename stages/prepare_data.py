@@ -1,13 +1,15 @@
-"""prepare-data: one data set, generated or read, as rows.jsonl (and eval.jsonl) with the project's column names."""
+"""prepare-data: one data set, generated, read or mixed, as rows.jsonl (and eval.jsonl) in canonical form."""
 
-import hashlib
 import json
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import PrepareDataSettings
-from rlhf_core.data.rows import drop_equal_pairs, load_rows, write_jsonl
+from rlhf_core.data.loading import LoadedData, load_data
+from rlhf_core.data.report import counts_of, data_report, row_lengths, summary_markdown
+from rlhf_core.data.rows import write_jsonl
+from rlhf_core.store.keys import sha256_file
+from rlhf_core.tracking.histograms import plot_lengths
 from stages.definition import Stage, StageContext, StageResult
 from stages.inputs import check_unchanged, data_fingerprints
 
@@ -15,57 +17,40 @@ from stages.inputs import check_unchanged, data_fingerprints
 def prepare_data(context: StageContext) -> StageResult:
     settings: PrepareDataSettings = context.settings
     context.events.phase(f"preparing {settings.dataset}")
-    rows, held_out = load_rows(settings.dataset, settings.source)
-    dropped: dict[str, int] = {}
-    if settings.dataset == "pairs":
-        rows, dropped["rows_dropped_equal"] = drop_equal_pairs(rows)
-        held_out, dropped["eval_rows_dropped_equal"] = drop_equal_pairs(held_out)
+    data = load_data(settings.dataset, settings.source)
     # After reading: what was read is then no newer than what is compared.
     prints = data_fingerprints(settings.dataset, settings.source)
     check_unchanged(f"data.{settings.dataset}", prints, context.key_source["data"])
-    files = context.files
-    write_jsonl(files / "rows.jsonl", rows)
-    if held_out:
-        write_jsonl(files / "eval.jsonl", held_out)
-    counts = {"rows": len(rows), "eval_rows": len(held_out), **dropped}
-    report = {"dataset": settings.dataset, **counts, "example": rows[0]}
-    report["characters"] = _length_quantiles(rows)
-    (files / "data_report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False))
+    report = data_report(settings.dataset, data)
+    digests = _write(context, data, report)
+    counts = counts_of(report)
     with closing(context.history()) as history:
         history.add(0, counts, phase="data")
     context.events.progress(1, 1, "preparing")
-    digests = {name: _sha256(files / name) for name in ("rows.jsonl", "eval.jsonl") if (files / name).exists()}
     return StageResult(
-        files=files,
+        files=context.files,
         metrics=counts,
         data={"dataset": settings.dataset, **counts, "sha256": digests},
-        summary=_summary(report),
+        summary=summary_markdown(report),
     )
 
 
-def _length_quantiles(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Characters in a row, over all of its columns."""
-    lengths = sorted(sum(len(str(value)) for value in row.values()) for row in rows)
-    return {"min": lengths[0], "median": lengths[len(lengths) // 2], "max": lengths[-1]}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _summary(report: dict[str, Any]) -> str:
-    lengths = report["characters"]
-    columns = "\n".join(f"| {name} | `{value}` |" for name, value in report["example"].items())
-    return (
-        f"**{report['dataset']}**: {report['rows']} rows, {report['eval_rows']} held out; "
-        f"{lengths['min']} / {lengths['median']} / {lengths['max']} characters (min / median / max)\n\n"
-        f"| column | first row |\n|---|---|\n{columns}\n"
-    )
+def _write(context: StageContext, data: LoadedData, report: dict[str, Any]) -> dict[str, str]:
+    """Writes the artifact's files; returns {file of rows: SHA-256}."""
+    files = context.files
+    parts = {"rows.jsonl": data.rows} | ({"eval.jsonl": data.held_out} if data.held_out else {})
+    for name, rows in parts.items():
+        write_jsonl(files / name, rows)
+    (files / "data_report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
+    names = {"rows.jsonl": "training", "eval.jsonl": "held out"}
+    lengths = {names[name]: row_lengths(rows) for name, rows in parts.items()}
+    plot_lengths(files / "plots" / "lengths.png", report["dataset"], lengths, xlabel="characters in a row")
+    return {name: sha256_file(files / name) for name in parts}
 
 
 PREPARE_DATA = Stage(
     name="prepare-data",
-    version=1,
+    version=2,
     module="stages.prepare_data",
     settings=PrepareDataSettings,
     pool="cpu",

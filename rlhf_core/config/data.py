@@ -1,21 +1,22 @@
-"""Where each data set comes from: generated arithmetic problems, or a file with named columns."""
+"""Where each data set comes from: files, a folder, a loader, the Hugging Face hub, generated sums, or a mixture."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Neutral, Settings
+from rlhf_core.config.shapes import SHAPES, DatasetKind, ShapeName, columns_of
 
-DatasetKind = Literal["sft", "pairs", "steps", "prompts", "eval"]
-
-# The columns that prepare-data writes for each data set, whatever the source's columns are called.
-DATASET_COLUMNS: dict[str, tuple[str, ...]] = {
-    "sft": ("prompt", "response"),
-    "pairs": ("prompt", "chosen", "rejected"),
-    "steps": ("prompt", "steps", "labels"),
-    "prompts": ("prompt", "label"),
-    "eval": ("prompt", "label"),
-}
+__all__ = [
+    "ArithmeticSource",
+    "DataSettings",
+    "DataSource",
+    "DatasetKind",
+    "PrepareDataSettings",
+    "Source",
+    "SourceFields",
+]
 
 
 class ArithmeticSource(Settings):
@@ -28,56 +29,175 @@ class ArithmeticSource(Settings):
     terms: tuple[int, ...] = Field(default=(2, 3), description="How many numbers a sum may have.")
 
 
-class DataSource(Settings):
-    """One data set: `arithmetic`, or `path` to a JSON, JSONL, CSV or Parquet file (local or s3://)."""
+class SourceFields(Settings):
+    """One source of rows: exactly one of `path`, `hub` and `arithmetic`."""
 
     arithmetic: ArithmeticSource | None = Field(default=None, description="Generate the demo's sums.")
     path: Annotated[str | None, Neutral] = Field(
-        default=None, description="File with the rows; its content is in the key."
+        default=None,
+        description="JSON, JSONL, CSV, Parquet or Arrow file, a save_to_disk folder, or a .py file with load_rows; "
+        "local or s3://. Its content is in the key.",
     )
-    eval_path: Annotated[str | None, Neutral] = Field(default=None, description="File with held-out rows.")
+    hub: str | None = Field(default=None, description="Data set on the Hugging Face hub, e.g. org/name.")
+    revision: Annotated[str | None, Neutral] = Field(
+        default=None, description="Branch, tag or commit on the hub; the commit it stands for is in the key."
+    )
+    subset: str | None = Field(default=None, description="Configuration of a hub data set.")
+    split: str | None = Field(
+        default=None, description="Split to train on where the source has several; null: train, or the only one."
+    )
+    eval_path: Annotated[str | None, Neutral] = Field(default=None, description="File or folder with held-out rows.")
+    eval_split: str | None = Field(default=None, description="Split with held-out rows, of the same source.")
+    eval_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Hold out about this share of the rows, by a hash of their prompt: the same in any order.",
+    )
     columns: dict[str, str] = Field(
-        default_factory=dict, description="Our column name -> the file's, where they differ, e.g. {response: output}."
+        default_factory=dict, description="Our column name -> the source's, where they differ: {response: output}."
     )
-    max_rows: int | None = Field(default=None, gt=0, description="Use the first rows only.")
+    shape: ShapeName | None = Field(
+        default=None, description="Which shape the rows have, where their columns fit several."
+    )
+    step_marker: str = Field(default="ки", min_length=1, description="What ends each step in rows of shape markers.")
+    max_samples: int | None = Field(default=None, gt=0, description="Use the first rows only.")
+
+    @property
+    def has_held_out(self) -> bool:
+        generated = self.arithmetic is not None and self.arithmetic.eval_rows > 0
+        return generated or any((self.eval_path, self.eval_split, self.eval_share))
+
+    @property
+    def name(self) -> str:
+        """What a message or report calls this source."""
+        subset = f" ({self.subset})" if self.subset else ""
+        return self.path or (f"{self.hub}{subset}" if self.hub else "arithmetic")
+
+
+class Source(SourceFields):
+    """One of a mixture's sources."""
+
+    probability: float | None = Field(
+        default=None, gt=0, lt=1, description="How often the mixture draws from it; null: its rows are taken once."
+    )
 
     @model_validator(mode="after")
-    def _one_source(self) -> "DataSource":
-        if (self.arithmetic is None) == (self.path is None):
-            raise ValueError("give exactly one of `arithmetic` and `path`")
-        if self.arithmetic is not None and (self.eval_path or self.columns or self.max_rows):
-            raise ValueError("`eval_path`, `columns` and `max_rows` belong to `path`; use `rows`, `eval_rows` here")
+    def _one_source(self) -> "Source":
+        _check_source(self)
         return self
 
 
-class DataSettings(Settings):
-    """The data sets of a pipeline; each becomes an artifact of its own."""
+class DataSource(SourceFields):
+    """One data set: one source, or several as `sources`."""
 
-    sft: DataSource = Field(description="prompt, response")
-    pairs: DataSource = Field(description="prompt, chosen, rejected; with held-out rows for the RM's accuracy")
-    steps: DataSource | None = Field(default=None, description="prompt, steps, labels: step-labelled solutions")
-    prompts: DataSource = Field(description="prompt, label: what the policy is trained on")
-    eval: DataSource = Field(description="prompt, label: held-out prompts for greedy exact match")
+    sources: tuple[Source, ...] = Field(
+        default=(), description="Several sources, one after the other, or drawn from by their `probability`."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the drawing from a mixture's sources.")
+    on_bad_row: Literal["refuse", "drop"] = Field(
+        default="refuse", description="A row that cannot be used: stop and name it, or leave it out and count it."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DataSource":
+        if not self.sources:
+            _check_source(self)
+            return self
+        beside = [name for name in _given(self) if name in SourceFields.model_fields and name != "max_samples"]
+        if beside:
+            raise ValueError(f"{_quoted(beside)} cannot stand beside `sources`; give it to one of them")
+        drawn = [source.probability for source in self.sources if source.probability is not None]
+        if drawn and len(drawn) < len(self.sources):
+            raise ValueError("give every one of `sources` a `probability`, or none of them")
+        if drawn and not math.isclose(sum(drawn), 1, abs_tol=1e-6):
+            raise ValueError(f"the probabilities of `sources` sum to {sum(drawn):g}; they must sum to 1")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceFields, ...]:
+        return self.sources or (self,)
+
+    @property
+    def named_parts(self) -> list[tuple[str, SourceFields]]:
+        """(prefix of its settings' names, source) of each part: "" for the only one, else "sources.0." and so on."""
+        return [(f"sources.{n}." if self.sources else "", part) for n, part in enumerate(self.parts)]
+
+
+_OF_FILES = ("split", "eval_path", "eval_split", "eval_share", "columns", "shape", "step_marker", "max_samples")
+
+
+def _given(source: SourceFields) -> list[str]:
+    """Names of the fields that are not at their default."""
+    fields = type(source).model_fields
+    return [n for n, field in fields.items() if getattr(source, n) != field.get_default(call_default_factory=True)]
+
+
+def _check_source(source: SourceFields) -> None:
+    """Raises ValueError for fields that contradict each other."""
+    if sum(given is not None for given in (source.path, source.hub, source.arithmetic)) != 1:
+        more = " (or `sources`)" if isinstance(source, DataSource) else ""
+        raise ValueError(f"give exactly one of `path`, `hub` and `arithmetic`{more}")
+    read = [name for name in _given(source) if name in _OF_FILES]
+    if source.arithmetic is not None and read:
+        raise ValueError(f"{_quoted(read)} belongs to `path` and `hub`; use `rows` and `eval_rows` with `arithmetic`")
+    if source.hub is None and (source.revision or source.subset):
+        raise ValueError("`revision` and `subset` belong to `hub`")
+    if sum(bool(one) for one in (source.eval_path, source.eval_split, source.eval_share)) > 1:
+        raise ValueError("give at most one of `eval_path`, `eval_split` and `eval_share`")
+    if source.eval_split is not None and source.eval_split == source.split:
+        raise ValueError(f"`split` and `eval_split` are both {source.split}; give two splits, or `eval_share`")
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+class DataSettings(Settings):
+    """The data sets of a pipeline; each becomes an artifact of its own. Give those that its stages read."""
+
+    sft: DataSource | None = Field(default=None, description="Prompts and responses, conversations, or plain text.")
+    pairs: DataSource | None = Field(
+        default=None, description="Preference pairs; with held-out rows for the reward model's accuracy."
+    )
+    labelled: DataSource | None = Field(default=None, description="Responses labelled good or bad, for KTO.")
+    steps: DataSource | None = Field(default=None, description="Step-labelled solutions, for the process reward model.")
+    prompts: DataSource | None = Field(default=None, description="prompt, label: what the policy is trained on.")
+    eval: DataSource | None = Field(default=None, description="prompt, label: held-out prompts for greedy exact match.")
 
     @model_validator(mode="after")
     def _known_columns(self) -> "DataSettings":
-        for kind, columns in DATASET_COLUMNS.items():
-            source: DataSource | None = getattr(self, kind)
-            unknown = sorted(set(source.columns) - set(columns)) if source else []
-            if unknown:
-                raise ValueError(f"{kind}.columns maps {', '.join(unknown)}; this data set has {', '.join(columns)}")
+        for kind in SHAPES:
+            data: DataSource | None = getattr(self, kind)
+            if data is not None:
+                _check_columns(kind, data, kind)
         return self
 
     @model_validator(mode="after")
     def _held_out_pairs(self) -> "DataSettings":
-        generated = self.pairs.arithmetic
-        if not (generated.eval_rows if generated is not None else self.pairs.eval_path):
-            wanted = "pairs.arithmetic.eval_rows" if generated is not None else "pairs.eval_path"
+        pairs = self.pairs
+        if pairs is not None and not any(part.has_held_out for part in pairs.parts):
+            generated = pairs.arithmetic is not None
+            wanted = "pairs.arithmetic.eval_rows" if generated else "pairs.eval_path, eval_split or eval_share"
             raise ValueError(
                 "pairs has no held-out rows, and the reward model's accuracy and normalisation are measured on them; "
                 f"give {wanted}"
             )
         return self
+
+
+def _check_columns(kind: DatasetKind, data: DataSource, where: str) -> None:
+    """Raises ValueError for a column or shape that this data set does not have."""
+    shapes = {shape.name: shape for shape in SHAPES[kind]}
+    for prefix, source in data.named_parts:
+        if source.shape is not None and source.shape not in shapes:
+            raise ValueError(f"{where}.{prefix}shape is {source.shape}; this data set has {', '.join(shapes)}")
+        allowed = shapes[source.shape].columns if source.shape is not None else columns_of(kind)
+        unknown = sorted(set(source.columns) - set(allowed))
+        if unknown:
+            raise ValueError(
+                f"{where}.{prefix}columns maps {', '.join(unknown)}; this data set has {', '.join(allowed)}"
+            )
 
 
 class PrepareDataSettings(Settings):

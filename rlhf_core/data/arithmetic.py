@@ -118,6 +118,14 @@ def step_rows(spec: ArithmeticSpec) -> list[Row]:
     return rows
 
 
+def labelled_rows(spec: ArithmeticSpec) -> list[Row]:
+    """Rows {"prompt": str, "response": str, "label": bool}: a solution, and whether it is right; every second is."""
+    return [
+        {"prompt": row["prompt"], "response": "".join(row["steps"]), "label": all(row["labels"])}
+        for row in step_rows(spec)
+    ]
+
+
 def prompt_rows(spec: ArithmeticSpec) -> list[Row]:
     """Rows {"prompt": str, "label": str}: problem and true answer, no problem twice.
 

@@ -5,5 +5,13 @@ class DataError(Exception):
     """Data that cannot be used. One line: file, what is wrong, what to do."""
 
 
+class BadRow(Exception):
+    """A row that cannot be used. `reason`: what is counted, the same words for all rows like it; the message: more."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
 class TokenError(Exception):
     """Rows that cannot be tokenised as a stage needs them. One line with the row's number."""

@@ -1,0 +1,123 @@
+"""What prepare-data says of a data set: data_report.json, its figures, and the summary for the UI."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_core.config.shapes import DatasetKind
+from rlhf_core.data.loading import LoadedData, Reading
+from rlhf_core.data.rows import Row
+
+
+def data_report(kind: DatasetKind, data: LoadedData) -> dict[str, Any]:
+    """The report as JSON: counts, each source with what was dropped and why, lengths in characters, an example."""
+    train = [source.train for source in data.sources]
+    held_out = [source.held_out for source in data.sources if source.held_out is not None]
+    used = {_canonical(row) for row in data.rows}
+    return {
+        "dataset": kind,
+        "rows": len(data.rows),
+        "eval_rows": len(data.held_out),
+        "rows_read": sum(reading.read for reading in train),
+        "rows_dropped": _count_dropped(train),
+        "eval_rows_dropped": _count_dropped(held_out),
+        "duplicate_rows": _count_duplicates(row for source in data.sources for row in source.rows),
+        "eval_rows_in_training": sum(_canonical(row) in used for row in data.held_out),
+        "sources": [
+            {
+                **_reading(source.train),
+                "rows_held_out": len(source.held_out_rows) if source.held_out is None else 0,
+                "rows_taken": taken,
+                "eval": None if source.held_out is None else _reading(source.held_out),
+            }
+            for source, taken in zip(data.sources, data.taken, strict=True)
+        ],
+        "characters": _quantiles(row_lengths(data.rows)),
+        "example": data.rows[0],
+    }
+
+
+def counts_of(report: dict[str, Any]) -> dict[str, int]:
+    """The report's figures, as metrics."""
+    names = ("rows", "eval_rows", "rows_dropped", "eval_rows_dropped", "duplicate_rows", "eval_rows_in_training")
+    return {name: report[name] for name in names}
+
+
+def row_lengths(rows: Iterable[Row]) -> list[int]:
+    """Characters of the text in each row: of all its strings, those in messages and steps too."""
+    return [_characters(row) for row in rows]
+
+
+def summary_markdown(report: dict[str, Any]) -> str:
+    """What the UI shows of a report."""
+    lengths = report["characters"]
+    lines = [
+        f"**{report['dataset']}**: {report['rows']} rows, {report['eval_rows']} held out; "
+        f"{report['duplicate_rows']} duplicates; {lengths['min']} / {lengths['median']} / {lengths['max']} characters "
+        "(min / median / max)",
+        "",
+        "| source | shape | read | dropped | taken |",
+        "|---|---|---|---|---|",
+    ]
+    for source in report["sources"]:
+        lines.append(_source_line(source, str(source["rows_taken"])))
+        if source["eval"] is not None:
+            lines.append(_source_line(source["eval"], "held out"))
+    if report["eval_rows_in_training"]:
+        lines += ["", f"{report['eval_rows_in_training']} held-out rows are training rows as well."]
+    lines += ["", "| column | first row |", "|---|---|"]
+    lines += [f"| {name} | `{_cell(value)}` |" for name, value in report["example"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _source_line(source: dict[str, Any], taken: str) -> str:
+    dropped = "; ".join(
+        f"{reason}: {one['rows']} (first: row {one['first_row']})" for reason, one in source["dropped"].items()
+    )
+    return f"| {source['name']} | {source['shape']} | {source['rows_read']} | {dropped or 0} | {taken} |"
+
+
+def _cell(value: Any) -> str:
+    """A value in a table's cell, one line of at most 300 characters."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def _reading(reading: Reading) -> dict[str, Any]:
+    return {
+        "name": reading.name,
+        "shape": reading.shape,
+        "rows_read": reading.read,
+        "rows_kept": len(reading.rows),
+        "dropped": {reason: asdict(dropped) for reason, dropped in reading.dropped.items()},
+        "unused_columns": list(reading.unused_columns),
+    }
+
+
+def _count_dropped(readings: Iterable[Reading]) -> int:
+    return sum(dropped.rows for reading in readings for dropped in reading.dropped.values())
+
+
+def _count_duplicates(rows: Iterable[Row]) -> int:
+    """Rows that are equal to one before them."""
+    texts = [_canonical(row) for row in rows]
+    return len(texts) - len(set(texts))
+
+
+def _canonical(row: Row) -> str:
+    return json.dumps(row, sort_keys=True)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_characters(item) for name, item in value.items() if name not in ("role", "type"))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _quantiles(lengths: list[int]) -> dict[str, int]:
+    ordered = sorted(lengths)
+    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
