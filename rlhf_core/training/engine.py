@@ -1,7 +1,7 @@
 """One model under DeepSpeed: optimizer steps over micro-batches, parameters gathered by name, saving and loading."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,19 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
+from rlhf_core.training.ds_config import ds_config, lr_factor
+from rlhf_core.training.ema import Ema
+from rlhf_core.training.mesh import mesh_of, zero_stage
 from rlhf_core.training.objective import Batch, LossParts, Objective
+from rlhf_core.training.parameters import bare_name, freeze, muon, parameter_groups
 from rlhf_core.training.process import accelerator
+from rlhf_core.training.sequence_parallel import SequenceShards
+from rlhf_core.training.tensor_parallel import tensor_parallel_config, whole_tensor
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _initialize: Any = deepspeed.initialize  # its annotations leave out parameter groups and torch's schedulers
@@ -31,58 +38,8 @@ class StepResult:
     metrics: dict[str, tuple[float, float]]
 
 
-def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettings | None) -> dict[str, Any]:
-    """DeepSpeed's configuration. Gradient accumulation is 1: the engine below sets the boundaries itself.
-
-    A bfloat16 model in training with zero_stage 0 gets stage 1: DeepSpeed has no float32 master weights with float32
-    accumulation below it.
-    """
-    trained_in_bf16 = optimizer is not None and dtype == "bfloat16"
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": max(1, trainer.zero_stage) if trained_in_bf16 else trainer.zero_stage},
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "steps_per_print": 2**31,
-        "wall_clock_breakdown": False,
-    }
-    if trainer.zero_stage == 3:
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
-    if optimizer is None:
-        return config
-    if trained_in_bf16:
-        # Gradients of many micro-batches add up in float32: in bfloat16 small ones would be swallowed.
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if trainer.offload_optimizer:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    config["gradient_clipping"] = optimizer.max_grad_norm
-    adam: dict[str, Any] = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
-    adam["weight_decay"] = optimizer.weight_decay
-    if accelerator().device_name() == "cpu":
-        adam["torch_adam"] = True  # the fused Adam is a CUDA kernel
-    config["optimizer"] = {"type": "AdamW", "params": adam}
-    return config
-
-
-def lr_factor(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:
-    """Step -> share of the peak learning rate: linear warm-up, then constant, cosine or linear down to the floor."""
-    warmup = math.ceil(settings.warmup_ratio * total_steps)
-    floor = settings.min_lr_ratio
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if settings.schedule == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        falling = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return floor + (1 - floor) * falling
-
-    return factor
-
-
 class TrainEngine:
-    """A module, its AdamW and its schedule under DeepSpeed, ZeRO 0 to 3. Every rank makes the same calls."""
+    """A module, its optimizer and its schedule under DeepSpeed, ZeRO 0 to 3. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -92,37 +49,59 @@ class TrainEngine:
         trainer: TrainerSettings,
         optimizer: OptimizerSettings | None,
         total_steps: int = 0,
+        frozen: Sequence[str] = (),
+        ema_decay: float | None = None,
     ):
         """`build` loads the module; under ZeRO-3 its weights are partitioned as they are read.
 
-        Without `optimizer` the module is frozen.
+        Without `optimizer` the module is frozen; with it, those parameters that an expression in `frozen` finds.
         """
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        if self.ranks != trainer.ranks:
+            raise ValueError(f"trainer.ranks is {trainer.ranks} in a process group of {self.ranks}")
         config = ds_config(dtype, trainer, optimizer)
+        self.zero_stage = zero_stage(dtype, trainer, trained=optimizer is not None)
         # transformers holds it weakly and looks at it while weights are loaded: alive until the module is built.
-        zero3_config = HfDeepSpeedConfig(config) if trainer.zero_stage == 3 else None
+        zero3_config = HfDeepSpeedConfig(config) if self.zero_stage == 3 else None
         module: Any = build()
         del zero3_config
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.mesh = mesh_of(trainer, self.rank)
         self.trained = optimizer is not None
-        self.zero_stage = trainer.zero_stage
         # float32 without ZeRO: DeepSpeed steps torch's AdamW itself, and keeps no gradient norm.
-        self._unwrapped = trainer.zero_stage == 0 and dtype == "float32"
+        self._unwrapped = self.zero_stage == 0
+        self._shards: SequenceShards | None = None
+        if self.mesh.sequence > 1:
+            self._shards = SequenceShards(module, self.mesh.sequence, trainer.attention)
+        if self.mesh.tensor > 1:
+            config["tensor_parallel"] = tensor_parallel_config(module.lm, self.mesh.tensor)
         if optimizer is None:
             module.requires_grad_(False)
             module.eval()
             self.engine, self.module = self._frozen(module, config)
             return
+        freeze(module, frozen)
         if trainer.activation_checkpointing:
-            module.lm.gradient_checkpointing_enable({"use_reentrant": False})
+            _recompute_activations(module.lm, reentrant=trainer.activation_checkpointing_reentrant)
         self.engine, *_ = _initialize(
             model=module,
-            model_parameters=_parameter_groups(module, optimizer.weight_decay),
+            model_parameters=parameter_groups(module, optimizer),
+            optimizer=muon if optimizer.name == "muon" else None,
             config=config,
+            mpu=None if self._shards is None else self._shards.groups,
             lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lr_factor(optimizer, total_steps)),
             dist_init_required=False,
         )
         self.module = self.engine.module
         self.device = self.engine.device
+        parts = self.engine.optimizer.param_groups
+        self._adamw = next((i for i, part in enumerate(parts) if not part.get("use_muon")), 0)
+        self.ema = None if ema_decay is None else Ema(self.engine, ema_decay)
+
+    def close(self) -> None:
+        """Ends DeepSpeed's engine; its memory is free once this object is gone."""
+        if self.trained or self.zero_stage == 3:
+            self.engine.destroy()
+        groups.mpu = None  # DeepSpeed's own, which the next engine of this process would take for its mesh
 
     def _frozen(self, module: Any, config: dict[str, Any]) -> tuple[Any, Any]:
         self.device = torch.device(accelerator().current_device_name())
@@ -144,18 +123,20 @@ class TrainEngine:
         self.engine.train()
         batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
         totals = self._denominators(batches, objective)
-        lr = self.engine.get_lr()[0]  # before the step, which moves the schedule on
+        lr = self.engine.get_lr()[self._adamw]  # before the step, which moves the schedule on
         sums: dict[str, float] = {}
         norm: Any = math.nan
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-            parts = objective.loss(batch, self.engine(**objective.forward_inputs(batch)))
+            parts = objective.loss(batch, self._forward(**objective.forward_inputs(batch)))
             loss = _weighted(parts, totals)
-            self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
+            self.engine.backward(loss * self.mesh.data_ranks, scale_wrt_gas=False)
             if self._unwrapped and number == len(batches) - 1:
                 norm = nn.utils.get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
             self.engine.step()
             _add_metrics(sums, loss, parts)
+        if self.ema is not None:
+            self.ema.update()
         loss_sum, metrics = self._summed(sums)
         norm = float(norm if self._unwrapped else self.engine.get_global_grad_norm())
         self._check_finite(
@@ -192,7 +173,10 @@ class TrainEngine:
         """The module's forward in eval mode."""
         self.engine.eval()
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        return self.engine(**moved)
+        return self._forward(**moved)
+
+    def _forward(self, **inputs: Any) -> Any:
+        return self.engine(**inputs) if self._shards is None else self._shards(self.engine, **inputs)
 
     def _denominators(self, batches: list[Batch], objective: Objective) -> dict[str, float]:
         local: dict[str, float] = {}
@@ -212,9 +196,10 @@ class TrainEngine:
         return summed["loss"], {name: (summed[f"{name} sum"], summed[f"{name} count"]) for name in names}
 
     def _all_reduce(self, local: dict[str, float]) -> dict[str, float]:
-        """Sums by name over all ranks, in float64; every rank has the same names."""
+        """Sums by name over data-parallel ranks, in float64; every rank has the same names."""
         names = sorted(local)
         values = torch.tensor([local[name] for name in names], dtype=torch.float64, device=self.device)
+        values *= self.rank % self.mesh.peers == 0  # peers that share samples count them once
         dist.all_reduce(values)
         return dict(zip(names, values.tolist(), strict=True))
 
@@ -229,7 +214,7 @@ class TrainEngine:
         bucket: list[tuple[str, Tensor]] = []
         elements = 0
         for name, parameter in self.module.named_parameters():
-            bucket.append((name.removeprefix("lm."), parameter))
+            bucket.append((bare_name(name), parameter))
             elements += getattr(parameter, "ds_numel", parameter.numel())
             if elements >= bucket_elements:
                 yield from self._gathered(bucket)
@@ -239,7 +224,7 @@ class TrainEngine:
     def _gathered(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         with gathered([parameter for _, parameter in bucket], self.zero_stage):
             for name, parameter in bucket:
-                yield name, parameter.detach().cpu().clone()
+                yield name, whole_tensor(parameter, parameter.detach()).cpu()
 
     def export(self, directory: str | Path) -> None:
         """The model in Hugging Face layout, written by rank 0. Every rank calls this."""
@@ -271,13 +256,11 @@ def gathered(parameters: list[Any], zero_stage: int, modifier_rank: int | None =
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, enabled=zero_stage == 3)
 
 
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Biases and norms (one dimension) are not decayed. `ds_shape` is the whole shape under ZeRO-3."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in module.parameters():
-        groups[len(getattr(parameter, "ds_shape", parameter.shape)) > 1].append(parameter)
-    decays = {True: weight_decay, False: 0.0}
-    return [{"params": members, "weight_decay": decays[matrix]} for matrix, members in groups.items() if members]
+def _recompute_activations(lm: Any, *, reentrant: bool) -> None:
+    lm.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # It gives a layer a gradient only if an input asks for one, which frozen embeddings do not.
+        lm.enable_input_require_grads()
 
 
 def means(*metrics: dict[str, tuple[float, float]]) -> dict[str, float]:

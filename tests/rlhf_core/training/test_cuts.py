@@ -1,6 +1,7 @@
 """Gradient and loss do not depend on how a step was cut: against plain PyTorch, sample by sample, unpadded."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 pytestmark = pytest.mark.engines
-
-LR, STEPS = 0.5, 2
-
-# With eps = 1 an update of AdamW is almost proportional to the gradient, and so shows its scale; a small eps hides it.
-OPTIMIZER = {
-    "lr": LR,
-    "eps": 1.0,
-    "betas": (0.9, 0.95),
-    "weight_decay": 0.01,
-    "schedule": "constant",
-    "warmup_ratio": 0.0,
-    "max_grad_norm": 1e9,
-}
-
-# (ranks, samples in a micro-batch) for 8 samples
-CUTS = [(1, 8), (1, 2), (2, 4), (2, 1)]
 
 
 def sft_loss(model: Any, samples: Any) -> Tensor:
@@ -80,157 +65,116 @@ def value_loss(model: Any, samples: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
+# objective: (model fixture, samples fixture, plain loss)
 KINDS: dict[str, tuple[str, str, Callable[[Any, Any], Tensor]]] = {
     "sft": ("llama", "exchanges", sft_loss),
     "rm": ("scorer", "pairs", rm_loss),
     "policy": ("llama", "trajectories", policy_loss),
     "value": ("scorer", "trajectories", value_loss),
 }
+REINFORCEMENT = ("policy", "value")  # their batches are padded, never packed
 
 
-def plain_training(
-    kind: str, directory: str, samples: Any, *, lrs: Sequence[float] = (LR,) * STEPS, max_norm: float = 1e9
-) -> tuple[dict[str, np.ndarray], list[float], list[float]]:
-    """torch's AdamW on the whole batch, a step for each of `lrs`: (parameters, losses, gradient norms)."""
-    auto = AutoModelForCausalLM if kind in ("sft", "policy") else AutoModelForSequenceClassification
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few cases in which every two values of different factors meet: each time the one with most pairs not yet met."""
+
+    def pairs(case: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    every = list(itertools.product(*factors.values()))
+    missing = set().union(*map(pairs, every))
+    chosen = []
+    while missing:
+        best = max(every, key=lambda case: len(pairs(case) & missing))
+        missing -= pairs(best)
+        chosen.append(dict(zip(factors, best, strict=True)))
+    return chosen
+
+
+FACTORS: dict[str, Sequence[Any]] = {
+    "kind": [kind for kind in KINDS if kind not in REINFORCEMENT],
+    "micro_batch_size": [1, 2, 4, 8],
+    "ranks": [1, 2],
+    "zero_stage": [0, 2, 3],
+    "packing": [False, True],
+}
+
+
+def plain_gradient(kind: str, directory: str, samples: Any) -> tuple[float, dict[str, np.ndarray]]:
+    auto = AutoModelForSequenceClassification if KINDS[kind][0] == "scorer" else AutoModelForCausalLM
     model = auto.from_pretrained(directory, attn_implementation="eager")
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    adam = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-        eps=1.0,
-        betas=(0.9, 0.95),
-    )
-    losses, norms = [], []
-    for lr in lrs:
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.zero_grad()
-        loss = KINDS[kind][2](model, samples)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
-        adam.step()
-        losses.append(loss.item())
-    return {name: p.detach().numpy() for name, p in model.named_parameters()}, losses, norms
+    loss = KINDS[kind][2](model, samples)
+    loss.backward()
+    return loss.item(), {name: p.grad.double().numpy() for name, p in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
 def plain(request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    """kind -> (start, parameters, losses, gradient norms) of the plain computation, computed once."""
+    """kind -> (loss, gradient by name) of the plain computation, computed once."""
     cache: dict[str, Any] = {}
 
     def get(kind: str) -> Any:
         if kind not in cache:
             model, samples, _ = KINDS[kind]
-            directory = request.getfixturevalue(model)
-            start, _, _ = plain_training(kind, directory, [], lrs=[])
-            cache[kind] = (start, *plain_training(kind, directory, request.getfixturevalue(samples)))
+            cache[kind] = plain_gradient(kind, request.getfixturevalue(model), request.getfixturevalue(samples))
         return cache[kind]
 
     return get
 
 
-def assert_same_training(trained: dict[str, Any], expected: Any) -> None:
-    start, parameters, losses, norms = expected
-    assert trained["loss"] == pytest.approx(losses, rel=1e-5)
-    assert trained["grad_norm"] == pytest.approx(norms, rel=1e-4)
-    assert trained["parameters"].keys() == parameters.keys()
-    for name, wanted in parameters.items():
-        moved, wanted_move = trained["parameters"][name] - start[name], wanted - start[name]
-        largest = np.abs(wanted_move).max()
-        assert largest > 0, name
-        assert np.abs(moved - wanted_move).max() < 2e-4 * largest + 2e-7, name
+def norm(arrays: Any) -> float:
+    return float(np.sqrt(sum((np.asarray(array, dtype=np.float64) ** 2).sum() for array in arrays)))
 
 
-@pytest.mark.parametrize(("ranks", "micro"), CUTS)
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_sft_step_is_the_global_token_mean(
-    groups: Any, llama: str, exchanges: Any, plain: Any, ranks: int, micro: int, zero_stage: int
-) -> None:
-    trained = groups[ranks].run(
-        "train",
-        kind="sft",
-        model=llama,
-        zero_stage=zero_stage,
-        samples=exchanges,
-        micro_batch_size=micro,
-        steps=STEPS,
-        optimizer=OPTIMIZER,
-    )[0]
-    assert_same_training(trained, plain("sft"))
+def assert_same_gradient(found: dict[str, Any], expected: tuple[float, dict[str, np.ndarray]]) -> None:
+    loss, gradients = expected
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(norm(gradients.values()), rel=1e-5)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, wanted in gradients.items():
+        assert norm([wanted]) > 0, name
+        assert norm([found["gradients"][name] - wanted]) < 1e-4 * norm([wanted]), name
+    assert norm(found["gradients"][n] - g for n, g in gradients.items()) < 1e-5 * norm(gradients.values())
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 2)])
-@pytest.mark.parametrize("zero_stage", [2, 3])
-@pytest.mark.parametrize("kind", ["rm", "policy", "value"])
-def test_step_of_other_objectives_is_the_global_mean(
-    groups: Any, request: pytest.FixtureRequest, plain: Any, kind: str, zero_stage: int, ranks: int, micro: int
-) -> None:
+def run_gradient(request: pytest.FixtureRequest, groups: Any, kind: str, ranks: int, **trainer: Any) -> dict[str, Any]:
     model, samples, _ = KINDS[kind]
-    trained = groups[ranks].run(
-        "train",
+    return groups[ranks].run(
+        "gradient",
         kind=kind,
         model=request.getfixturevalue(model),
-        zero_stage=zero_stage,
         samples=request.getfixturevalue(samples),
-        micro_batch_size=micro,
-        steps=STEPS,
-        optimizer=OPTIMIZER,
+        trainer={"ranks": ranks, **trainer},
     )[0]
-    assert_same_training(trained, plain(kind))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_gradient_is_clipped_by_its_norm_over_ranks(groups: Any, llama: str, exchanges: Any, zero_stage: int) -> None:
-    start, _, _ = plain_training("sft", llama, [], lrs=[])
-    parameters, losses, norms = plain_training("sft", llama, exchanges, max_norm=0.1)
-    assert min(norms) > 0.2  # so that it clips
-    trained = groups[2].run(
-        "train",
-        kind="sft",
-        model=llama,
-        zero_stage=zero_stage,
-        samples=exchanges,
-        micro_batch_size=2,
-        steps=STEPS,
-        optimizer={**OPTIMIZER, "max_grad_norm": 0.1},
-    )[0]
-    # The norm that is logged is that before clipping.
-    assert_same_training(trained, (start, parameters, losses, norms))
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_recomputed_activations_change_nothing(
-    groups: Any, llama: str, exchanges: Any, plain: Any, zero_stage: int
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=lambda case: "-".join(map(str, case.values())))
+def test_gradient_is_that_of_the_whole_batch(
+    groups: Any, request: pytest.FixtureRequest, plain: Any, case: dict[str, Any]
 ) -> None:
-    trained = groups[2].run(
-        "train",
-        kind="sft",
-        model=llama,
-        zero_stage=zero_stage,
-        samples=exchanges,
-        micro_batch_size=2,
-        steps=STEPS,
-        optimizer=OPTIMIZER,
-        checkpointing=True,
-    )[0]
-    assert_same_training(trained, plain("sft"))
+    assert_same_gradient(run_gradient(request, groups, **case), plain(case["kind"]))
 
 
-def test_schedule_sets_the_learning_rate_that_is_logged(groups: Any, llama: str, exchanges: Any) -> None:
-    """Two steps of warm-up, then down to 0 over two: 1/2, 2/2, 2/2, 1/2 of the peak."""
-    lrs = [0.25, 0.5, 0.5, 0.25]
-    expected = plain_training("sft", llama, exchanges, lrs=lrs)
-    trained = groups[2].run(
-        "train",
-        kind="sft",
-        model=llama,
-        zero_stage=2,
-        samples=exchanges,
-        micro_batch_size=2,
-        steps=4,
-        total_steps=4,
-        optimizer={**OPTIMIZER, "schedule": "linear", "warmup_ratio": 0.5, "min_lr_ratio": 0.0},
-    )[0]
-    assert trained["lr"] == pytest.approx(lrs)
-    assert_same_training(trained, (plain_training("sft", llama, [], lrs=[])[0], *expected))
+@pytest.mark.parametrize(("ranks", "micro_batch_size", "zero_stage"), [(1, 8, 0), (2, 2, 2), (2, 1, 3), (1, 2, 3)])
+@pytest.mark.parametrize("kind", REINFORCEMENT)
+def test_gradient_of_a_rollout_is_that_of_the_whole_batch(
+    groups: Any,
+    request: pytest.FixtureRequest,
+    plain: Any,
+    kind: str,
+    ranks: int,
+    micro_batch_size: int,
+    zero_stage: int,
+) -> None:
+    given = {"micro_batch_size": micro_batch_size, "zero_stage": zero_stage}
+    assert_same_gradient(run_gradient(request, groups, kind, ranks, **given), plain(kind))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("shared", ["tensor_parallel", "sequence_parallel"])
+def test_ranks_that_share_samples_have_the_gradient_of_the_whole_batch(
+    groups: Any, request: pytest.FixtureRequest, plain: Any, kind: str, shared: str, zero_stage: int
+) -> None:
+    found = run_gradient(request, groups, kind, 2, micro_batch_size=4, zero_stage=zero_stage, **{shared: 2})
+    assert_same_gradient(found, plain(kind))

@@ -1,0 +1,83 @@
+"""From settings to DeepSpeed's configuration, and the learning rate's schedule."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
+from rlhf_core.training.mesh import zero_stage
+from rlhf_core.training.process import accelerator
+
+_DTYPE_NAME = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettings | None) -> dict[str, Any]:
+    """DeepSpeed's configuration. Gradient accumulation is 1: the engine sets the boundaries itself."""
+    trained = optimizer is not None
+    stage = zero_stage(dtype, trainer, trained=trained)
+    zero: dict[str, Any] = {"stage": stage}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = False
+        zero["zero_hpz_partition_size"] = trainer.zpg
+    if optimizer is None:
+        return config
+    config["gradient_clipping"] = optimizer.max_grad_norm
+    if stage:
+        zero["overlap_comm"] = trainer.overlap_comm
+    if dtype != "float32":
+        # Gradients of many micro-batches add up in float32: in bfloat16 small ones would be swallowed.
+        config["data_types"] = {"grad_accum_dtype": _DTYPE_NAME[trainer.grad_accum_dtype or "float32"]}
+    if trainer.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not _on_cpu()}
+    if trainer.sequence_parallel > 1:
+        config["sequence_parallel_size"] = trainer.sequence_parallel
+    if trainer.deepcompile:
+        config["compile"] = {"deepcompile": True}
+    if optimizer.name == "adamw":
+        config["optimizer"] = {"type": "AdamW", "params": _adam(optimizer)}
+    else:
+        zero["reduce_scatter"] = False  # Muon orthogonalises whole matrices; DeepSpeed refuses it otherwise
+        config["zero_force_ds_cpu_optimizer"] = False  # Muon is no optimizer of DeepSpeed's configuration here
+    return config
+
+
+def _adam(optimizer: OptimizerSettings) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if _on_cpu():
+        params["torch_adam"] = True  # the fused Adam is a CUDA kernel, and the CPU's is compiled at its first use
+    return params
+
+
+def _on_cpu() -> bool:
+    return accelerator().device_name() == "cpu"
+
+
+def lr_factor(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:
+    """Step -> share of the peak learning rate: linear warm-up, then constant, cosine or linear down to the floor."""
+    warmup = math.ceil(settings.warmup_ratio * total_steps)
+    floor = settings.min_lr_ratio
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if settings.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        falling = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return floor + (1 - floor) * falling
+
+    return factor

@@ -1,0 +1,107 @@
+"""Sequence parallelism by DeepSpeed's Ulysses: ranks share the columns of a row, and in attention its heads.
+
+Legend: R rows, L columns, P ranks that share a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rlhf_core.models.policy import Policy
+
+_NAME = "ulysses"  # in transformers' table of attention functions
+
+
+class SequenceShards:
+    """Runs a module on this rank's columns, and returns what all ranks have: objectives see whole rows."""
+
+    def __init__(self, module: Any, size: int, attention: str):
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # one mesh for all models of the process
+            parallel_state_sp.initialize_sequence_parallel(size)
+        self.groups: Any = parallel_state_sp  # DeepSpeed's `mpu`
+        self._group = parallel_state_sp.get_sequence_parallel_group()
+        self._rank, self._size = dist.get_rank(self._group), size
+        self._predicts = isinstance(module, Policy)
+        _attend_over_ranks(module.lm, attention, self._group)
+
+    def __call__(self, module: Any, *, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor:
+        """The module's output (R, L, ...). input_ids, position_ids: (R, L), L a multiple of P."""
+        unfit = sorted(name for name, value in inputs.items() if isinstance(value, Tensor))
+        if unfit or input_ids.shape[1] % self._size:
+            raise ValueError(
+                f"sequence_parallel {self._size} takes rows of a multiple of {self._size} tokens and nothing but "
+                f"input_ids and position_ids; given {input_ids.shape[1]} columns, {unfit}"
+            )
+        if self._predicts:
+            # The token after this rank's last lies on the next rank: so each column's own prediction is asked for.
+            inputs["labels"] = self._columns(input_ids.roll(-1, dims=1))
+        own = module(input_ids=self._columns(input_ids), position_ids=self._columns(position_ids), **inputs)
+        outputs: Any = _GatherColumns.apply(own, self._group, self._rank, self._size)
+        if not self._predicts:
+            return outputs
+        return torch.where(position_ids == 0, 0.0, functional.pad(outputs[:, :-1], (1, 0)))
+
+    def _columns(self, values_RL: Tensor) -> Tensor:
+        return values_RL.chunk(self._size, dim=1)[self._rank].contiguous()
+
+
+class _GatherColumns(torch.autograd.Function):
+    """(R, L / P, ...) of every rank -> (R, L, ...) on each.
+
+    All ranks compute the same loss from it. So the gradient of this rank's columns is its own slice, without a sum
+    over ranks, and the sum over ranks of the parameters' gradients is the whole row's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any, rank: int, size: int) -> Tensor:
+        ctx.rank, ctx.size = rank, size
+        parts = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].chunk(ctx.size, dim=1)[ctx.rank], None, None, None
+
+
+def _attend_over_ranks(lm: Any, core: str, group: Any) -> None:
+    """Gives the model an attention function that exchanges columns for heads, attends by `core`, and changes back.
+
+    `core` attends causally over whole rows. Isolated samples in a row need one that reads position_ids, which of
+    transformers' only flash attention does without a mask.
+    """
+    AttentionInterface.register(_NAME, _ulysses(ALL_ATTENTION_FUNCTIONS[core], core, group))
+    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+    lm.set_attn_implementation(_NAME)
+
+
+def _ulysses(core: Callable[..., Any], name: str, group: Any) -> Callable[..., Any]:
+    exchanges: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        """query: (R, heads, L / P, size); key, value: (R, kv heads, L / P, size)."""
+        rows, heads, _, size = query.shape
+        shape = (rows, heads, key.shape[1], size)
+        if shape not in exchanges:
+            exchanges[shape] = UlyssesSPAttentionHF(
+                attn=core,
+                batch_size=rows,
+                attn_head_count=heads,
+                attn_head_size=size,
+                kv_head_count=key.shape[1],
+                num_hidden_layers=0,  # for its debugging alone
+                process_group=group,
+                seq_length_is_variable=True,
+            )
+            exchanges[shape].core_attn_implementation = name
+        return exchanges[shape](module, query, key, value, None, **options)
+
+    return attend

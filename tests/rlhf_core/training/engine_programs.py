@@ -1,0 +1,399 @@
+"""Programs on the engine that ranks.py runs in trainer ranks. Torch and DeepSpeed are imported inside them alone."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PAD = 0
+GRADIENT_LR = 1e4
+
+
+def train(
+    rank: int,
+    ranks: int,
+    *,
+    kind: str,
+    model: str,
+    samples: Sequence[Any],
+    trainer: dict[str, Any],
+    optimizer: dict[str, Any],
+    steps: int = 1,
+    dtype: str = "float32",
+    total_steps: int = 100,
+    frozen: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Optimizer steps on the same samples. Parameters (of rank 0) and each step's figures."""
+    from rlhf_core.training.engine import means
+
+    with engine_of(kind, model, trainer, optimizer, dtype, total_steps=total_steps, frozen=frozen) as engine:
+        objective, batches = objective_of(kind), batches_of(kind, samples, engine, trainer)
+        results = [engine.step(batches, objective) for _ in range(steps)]
+        parameters = parameters_of(engine)
+        evaluated = engine.evaluate(batches, objective)
+    return {
+        "parameters": parameters if rank == 0 else {name: array.shape for name, array in parameters.items()},
+        "loss": [r.loss for r in results],
+        "grad_norm": [r.grad_norm for r in results],
+        "lr": [r.lr for r in results],
+        "metrics": [means(r.metrics) for r in results],
+        "evaluated": evaluated,
+    }
+
+
+def gradient(
+    rank: int,
+    ranks: int,
+    *,
+    kind: str,
+    model: str,
+    samples: Sequence[Any],
+    trainer: dict[str, Any],
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """The gradient of one step, read off AdamW's first update: with eps 1 that is -lr * g / (|g| + 1).
+
+    The learning rate is so high that the weights before the step are lost in rounding, and the gradient is not.
+    """
+    import numpy as np
+
+    optimizer = {
+        "lr": GRADIENT_LR,
+        "eps": 1.0,
+        "schedule": "constant",
+        "warmup_ratio": 0.0,
+        "max_grad_norm": 1e9,
+    }
+    with engine_of(kind, model, trainer, optimizer, dtype) as engine:
+        before = parameters_of(engine)
+        result = engine.step(batches_of(kind, samples, engine, trainer), objective_of(kind))
+        after = parameters_of(engine)
+    gradients = {}
+    for name, array in after.items():
+        update = (before[name].astype(np.float64) - array) / GRADIENT_LR
+        gradients[name] = update / (1 - np.abs(update))
+    return {
+        "gradients": gradients if rank == 0 else {},
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "metrics": result.metrics,
+    }
+
+
+def resume(
+    rank: int,
+    ranks: int,
+    *,
+    model: str,
+    trainer: dict[str, Any],
+    dtype: str,
+    samples: Sequence[Any],
+    before: int,
+    after: int,
+    optimizer: dict[str, Any],
+    directory: str,
+    ema_decay: float | None = None,
+) -> dict[str, Any]:
+    """Steps in one go, and the same with new engines in between: digests of both, and where both saved at the end."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_core.training import process
+
+    root = Path(directory)
+    objective = objective_of("sft")
+
+    def new_engine() -> Any:
+        return engine_of("sft", model, trainer, optimizer, dtype, total_steps=before + after, ema_decay=ema_decay)
+
+    def run(engine: Any, first: int, count: int) -> list[tuple[float, float]]:
+        done = []
+        for step in range(first, first + count):
+            batches = batches_of("sft", samples[: 2 + step % len(samples)], engine, trainer)
+            result = engine.step(batches, objective)
+            done.append((result.loss, result.lr))
+        return done
+
+    def saved(engine: Any, name: str) -> Path:
+        """Each rank to a directory of its own, then all files together, as through the store."""
+        own = root / f"{name}-{rank}"
+        own.mkdir(parents=True)
+        engine.save(own / "model")
+        process.save_rng(own, rank)
+        return gather_files(own, root / name)
+
+    torch.manual_seed(11 + rank)
+    with new_engine() as engine:
+        straight = run(engine, 0, before + after)
+        straight_digest, _ = digest_of(engine), saved(engine, "straight")
+
+    torch.manual_seed(11 + rank)
+    with new_engine() as engine:
+        first = run(engine, 0, before)
+        checkpoint = saved(engine, "checkpoint")
+
+    torch.manual_seed(99)  # a new process would have drawn otherwise
+    with new_engine() as engine:
+        engine.load(checkpoint / "model")
+        process.load_rng(checkpoint, rank)
+        second = run(engine, before, after)
+        resumed_digest, _ = digest_of(engine), saved(engine, "resumed")
+    dist.barrier()
+    return {
+        "straight": straight,
+        "resumed": first + second,
+        "straight_digest": straight_digest,
+        "resumed_digest": resumed_digest,
+    }
+
+
+def gathered(rank: int, ranks: int, *, kind: str, model: str, trainer: dict[str, Any], bucket: int) -> dict[str, Any]:
+    """`full_parameters` with small buckets, before any step."""
+    with engine_of(kind, model, trainer, {"lr": 1e-3}) as engine:
+        return {name: tensor.numpy() for name, tensor in engine.full_parameters(bucket)}
+
+
+def export(
+    rank: int,
+    ranks: int,
+    *,
+    kind: str,
+    model: str,
+    trainer: dict[str, Any],
+    samples: Any,
+    directory: str,
+    pad: int = PAD,
+) -> Any:
+    """One step, then the export; what the trained module gives for `samples`, rows of token ids padded each way."""
+    import torch
+
+    from rlhf_core.data.batches import model_inputs
+    from rlhf_core.models.scorer import last_token_scores
+
+    with engine_of(kind, model, trainer, {"lr": 1e-2, "warmup_ratio": 0.0}, pad=pad) as engine:
+        engine.step(batches_of(kind, samples, engine, trainer, pad=pad), objective_of(kind))
+        engine.export(directory)
+        if kind != "rm":
+            return None
+        rows = [ids for pair in samples for ids, _ in pair]
+        alone = [
+            last_token_scores(engine.infer(**(one := model_inputs([ids], pad))), one["attention_mask"]).item()
+            for ids in rows
+        ]
+        right = model_inputs(rows, pad)
+        width = right["input_ids"].shape[1]
+        left = {
+            "input_ids": torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in rows]),
+            "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows]),
+        }
+        return {
+            "alone": alone,
+            "right": last_token_scores(engine.infer(**right), right["attention_mask"]).tolist(),
+            "left": last_token_scores(engine.infer(**left), left["attention_mask"]).tolist(),
+        }
+
+
+def all_masked(rank: int, ranks: int, *, model: str, zero_stage: int, samples: Sequence[Any]) -> dict[str, Any]:
+    """A step without a response token on any rank, then one where rank 1 alone has none, then an ordinary one."""
+    import math
+
+    trainer = {"zero_stage": zero_stage, "ranks": ranks}
+    objective = objective_of("sft")
+    with engine_of("sft", model, trainer, {"lr": 1e-2}) as engine:
+        ordinary = batches_of("sft", samples, engine, trainer)
+        empty = [{**batch, "weights": batch["weights"] * 0} for batch in ordinary]
+        message = ""
+        try:
+            engine.step(empty, objective)
+        except ValueError as error:
+            message = str(error)
+        partly = engine.step(ordinary if rank == 0 else empty, objective)
+        after = engine.step(ordinary, objective)
+    return {"message": message, "losses": [partly.loss, after.loss], "finite": math.isfinite(after.grad_norm)}
+
+
+def not_finite(rank: int, ranks: int, *, model: str, samples: Sequence[Any]) -> str:
+    """An ordinary step, then one whose loss is NaN on rank 1 alone."""
+    import torch
+
+    from rlhf_core.training.objectives_sft import SftObjective
+
+    class Broken(SftObjective):
+        def loss(self, batch: Any, outputs: Any) -> Any:
+            return super().loss(batch, outputs * (torch.nan if rank == 1 else 1.0))
+
+    trainer = {"ranks": ranks}
+    with engine_of("sft", model, trainer, {"lr": 1e-2}) as engine:
+        batches = batches_of("sft", samples, engine, trainer)
+        engine.step(batches, SftObjective())
+        try:
+            engine.step(batches, Broken())
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def lr_factors(rank: int, ranks: int, *, settings: dict[str, Any], total_steps: int) -> list[float]:
+    from rlhf_core.config.training import OptimizerSettings
+    from rlhf_core.training.ds_config import lr_factor
+
+    factor = lr_factor(OptimizerSettings(lr=1.0, **settings), total_steps)
+    return [factor(step) for step in range(total_steps + 1)]
+
+
+# -- what programs share ------------------------------------------------------------------------------------------
+
+
+class engine_of:
+    """A TrainEngine of one of the objectives, which ends with the block."""
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        trainer: dict[str, Any],
+        optimizer: dict[str, Any],
+        dtype: str = "float32",
+        *,
+        total_steps: int = 10,
+        pad: int = PAD,
+        **options: Any,
+    ):
+        from rlhf_core.config.training import OptimizerSettings, TrainerSettings
+        from rlhf_core.training.engine import TrainEngine
+
+        self._engine: Any = TrainEngine(
+            lambda: module_of(kind, model, dtype, pad),
+            dtype=dtype,  # type: ignore[arg-type]
+            trainer=TrainerSettings(**trainer),
+            optimizer=OptimizerSettings(**optimizer),
+            total_steps=total_steps,
+            **options,
+        )
+
+    def __enter__(self) -> Any:
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+def module_of(kind: str, model: str, dtype: str, pad: int) -> Any:
+    from rlhf_core.models.policy import load_policy
+    from rlhf_core.models.scorer import load_scorer
+    from rlhf_core.training.engine import TORCH_DTYPE
+
+    if kind in ("rm", "value"):
+        return load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=pad)
+    return load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa")
+
+
+def objective_of(kind: str) -> Any:
+    from rlhf_core.config.rl import AlgorithmSettings
+    from rlhf_core.config.supervised import RmSettings
+    from rlhf_core.config.training import OptimizerSettings
+    from rlhf_core.training.objectives_reward import RmObjective
+    from rlhf_core.training.objectives_sft import SftObjective
+    from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective
+
+    base: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1.0), "batch_size": 8, "max_len": 64, "max_steps": 1}
+    made: dict[str, Callable[[], Any]] = {
+        "sft": SftObjective,
+        "rm": lambda: RmObjective(RmSettings(**base)),
+        "policy": lambda: PolicyObjective(AlgorithmSettings(), temperature=0.7),
+        "value": lambda: ValueObjective(AlgorithmSettings()),
+    }
+    return made[kind]()
+
+
+def batches_of(kind: str, samples: Sequence[Any], engine: Any, trainer: dict[str, Any], *, pad: int = PAD) -> list[Any]:
+    """This rank's micro-batches of `samples`, which are the items of one optimizer step."""
+    from rlhf_core.config.training import TrainerSettings
+    from rlhf_core.data.layout import Layout, make_batch, plan_step
+
+    settings, mesh = TrainerSettings(**trainer), engine.mesh
+    if kind in ("policy", "value"):
+        return _rl_batches(samples, mesh, settings.micro_batch_size, pad)
+    items = [ITEM[kind](sample) for sample in samples]
+    capacity = max(40, *(item.tokens for item in items))
+    layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, capacity, mesh.sequence)
+    plan = plan_step([item.tokens for item in items], layout)[mesh.data_rank]
+    return [make_batch(items, micro, layout, pad) for micro in plan]
+
+
+def _sample(ids: Sequence[int], start: int) -> Any:
+    """Every token from `start` on is trained on."""
+    import numpy as np
+
+    from rlhf_core.data.samples import Sample
+
+    weights = np.zeros(len(ids), dtype=np.float32)
+    weights[start:] = 1
+    return Sample(np.array(ids, dtype=np.int32), weights)
+
+
+def _sft_item(exchange: Any) -> Any:
+    from rlhf_core.data.samples import Item
+
+    return Item((_sample(*exchange),))
+
+
+def _rm_item(pair: Any) -> Any:
+    from rlhf_core.data.samples import Item
+
+    return Item(tuple(_sample(*exchange) for exchange in pair))
+
+
+ITEM: dict[str, Callable[[Any], Any]] = {"sft": _sft_item, "rm": _rm_item}
+
+
+def _rl_batches(samples: Sequence[dict[str, Any]], mesh: Any, micro_batch_size: int, pad: int) -> list[Any]:
+    import numpy as np
+    import torch
+
+    from rlhf_core.training.experience import Experience, Scored, experience_batch
+
+    share = len(samples) // mesh.data_ranks
+    mine = samples[mesh.data_rank * share : (mesh.data_rank + 1) * share]
+
+    def padded(name: str, part: Sequence[dict[str, Any]]) -> Any:
+        width = max(len(s["response_ids"]) for s in part)
+        return torch.tensor(np.stack([np.pad(s[name], (0, width - len(s[name]))) for s in part]), dtype=torch.float32)
+
+    def batch(part: Sequence[dict[str, Any]]) -> Any:
+        names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
+        scored = [Scored(**{n: s[n] for n in names}, ref_logprobs=s["logprobs"], reward_score=0.0) for s in part]
+        experience = Experience(scored, padded("advantages", part), padded("returns", part))
+        return experience_batch(experience, range(len(part)), pad_token_id=pad)
+
+    return [batch(mine[start : start + micro_batch_size]) for start in range(0, share, micro_batch_size)]
+
+
+def gather_files(own: Path, together: Path) -> Path:
+    """Every rank's files in one directory, as the store has them. Raises if two ranks wrote one name."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    for path in sorted(own.rglob("*")):
+        if path.is_file():
+            target = together / path.relative_to(own)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            assert not target.exists(), f"two ranks write {path.relative_to(own)}"
+            shutil.copyfile(path, target)
+    dist.barrier()
+    return together
+
+
+def parameters_of(engine: Any) -> dict[str, Any]:
+    return {name: tensor.float().numpy() for name, tensor in engine.full_parameters()}
+
+
+def digest_of(engine: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in engine.full_parameters():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
