@@ -93,6 +93,8 @@ class TrainEngine:
         )
         self.module = self.engine.module
         self.device = self.engine.device
+        # What DeepSpeed divides the sum of all ranks' gradients by. ZeRO-3 takes the ranks of a sequence for others'.
+        self._averaged_over = self.mesh.data_ranks * (self.mesh.sequence if self.zero_stage == 3 else 1)
         parts = self.engine.optimizer.param_groups
         self._adamw = next((i for i, part in enumerate(parts) if not part.get("use_muon")), 0)
         self.ema = None if ema_decay is None else Ema(self.engine, ema_decay)
@@ -116,7 +118,7 @@ class TrainEngine:
         """One optimizer step. Neither its gradient nor its loss depends on how the samples were cut.
 
         Denominators are summed over all micro-batches and ranks before the first backward; each micro-batch's loss is
-        divided by them and multiplied by the number of ranks, since DeepSpeed averages gradients over ranks.
+        divided by them and multiplied by the number of ranks that DeepSpeed averages gradients over.
 
         Raises ValueError on every rank when the loss, the gradient's norm or a metric is not finite.
         """
@@ -130,7 +132,7 @@ class TrainEngine:
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
             parts = objective.loss(batch, self._forward(**objective.forward_inputs(batch)))
             loss = _weighted(parts, totals)
-            self.engine.backward(loss * self.mesh.data_ranks, scale_wrt_gas=False)
+            self.engine.backward(loss * self._averaged_over, scale_wrt_gas=False)
             if self._unwrapped and number == len(batches) - 1:
                 norm = nn.utils.get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
             self.engine.step()

@@ -6,6 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 Batch = dict[str, Tensor]
+# (sum, count) by name, summed over micro-batches, ranks and steps before one is divided by the other.
+Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class LossParts:
     """`terms[name]` is divided by the denominator of that name; metrics are (sum, count) pairs, summed everywhere."""
 
     terms: dict[str, Term]
-    metrics: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 class Objective(Protocol):

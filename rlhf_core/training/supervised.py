@@ -1,4 +1,4 @@
-"""SFT and reward-model training: one rank of it. supervised_loop.py drives a group of them."""
+"""Supervised training, one rank of it: what SFT, reward models, DPO and KTO share. supervised_loop.py drives a group."""
 
 import json
 import math
@@ -10,73 +10,65 @@ from typing import Any
 import torch
 
 from rlhf_core.config.supervised import SftSettings, SupervisedSettings
-from rlhf_core.data.batches import Exchange, SampleOrder, TokenError, chunks, rank_slice, render_exchange
-from rlhf_core.data.rows import Row, read_jsonl
-from rlhf_core.models.policy import load_policy
-from rlhf_core.models.scorer import initialise_head, load_scorer
+from rlhf_core.data.batches import SampleOrder
+from rlhf_core.data.layout import Layout, make_batch, plan_step
+from rlhf_core.data.samples import Item
+from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
+from rlhf_core.training.mesh import mesh_of
 from rlhf_core.training.objective import Batch, Objective
+from rlhf_core.training.objectives_aux import AuxLossObjective
+from rlhf_core.training.objectives_sft import SftObjective
 from rlhf_core.training.rank import Job, TrainerRank, base_model_directory
-from rlhf_core.training.supervised_objectives import PairwiseObjective, SftObjective, pair_batch, sft_batch
 
 
 class SupervisedTrainer(TrainerRank):
     """One rank. The data's position is stored, not derived from steps."""
 
-    objective: Objective
+    samples_per_item = 1
+
+    def __init__(self, rank: int, ranks: int, job: Job):
+        super().__init__(rank, ranks, job)
+        self.settings: SupervisedSettings = job.settings
+        self.mesh = mesh_of(self.settings.trainer, rank)
+        model = self.settings.model
+        self._base = base_model_directory(model, job.scratch, rank) if model is not None else None
 
     def load(self) -> dict[str, Any]:
-        """Loads data and model. Returns steps in all, rows by what became of them."""
-        job = self.job
-        settings: SupervisedSettings = job.settings
+        """Loads data and model. Returns the number of optimizer steps in all and of rows."""
+        settings = self.settings
         torch.manual_seed(settings.seed + self.rank)
-        self.model_dir = self._model_directory()
+        self.model_dir = self._base or self.job.input_path("model") / "model"
         self.tokenizer = load_tokenizer(self.model_dir)
-        data = job.input_path("data")
-        train, counts = self._encode_all(read_jsonl(data / "rows.jsonl"), "rows.jsonl")
-        held_out_file = data / "eval.jsonl"
-        held_out = read_jsonl(held_out_file) if held_out_file.exists() else []
-        self.rows = train
-        self.eval_rows, dropped = [], 0
-        if held_out:
-            self.eval_rows, eval_counts = self._encode_all(held_out, "eval.jsonl")
-            dropped = eval_counts["dropped_too_long"]
-        self.order = SampleOrder(len(train), settings.seed)
+        self.tables = self.job.token_tables()
+        rows = len(self.tables["train"])
+        self.order = SampleOrder(rows, settings.seed)
         self.position = 0
-        self.total_steps = total_steps(settings, len(train))
-        self.engine = TrainEngine(
-            self._build,
-            dtype=settings.dtype,
-            trainer=settings.trainer,
-            optimizer=settings.optimizer,
-            total_steps=self.total_steps,
-        )
-        evaluated = {"eval_rows": len(self.eval_rows), "eval_dropped_too_long": dropped}
-        return {"total_steps": self.total_steps, **evaluated, **counts}
+        self.total_steps = total_steps(settings, rows)
+        objective = self._objective()
+        coef = settings.aux_loss_coef
+        self.objective = AuxLossObjective(objective, coef) if coef else objective
+        self.engine = self._engine()
+        return {"total_steps": self.total_steps, "eval_rows": len(self.tables["eval"]) if "eval" in self.tables else 0}
+
+    def prepare(self) -> None:
+        """What has to be computed with the weights that training starts from; called unless a checkpoint is restored."""
 
     def train_step(self) -> dict[str, float]:
         """The next optimizer step."""
-        settings: SupervisedSettings = self.job.settings
-        ids = self.order.ids(self.position, settings.batch_size)
-        mine = [self.rows[i] for i in rank_slice(ids, self.rank, self.ranks)]
-        parts = chunks(mine, settings.trainer.micro_batch_size)
-        result = self.engine.step([self._batch(part, [True] * len(part)) for part in parts], self.objective)
-        self.position += settings.batch_size
+        ids = self.order.ids(self.position, self.settings.batch_size)
+        result = self.engine.step(self._micro_batches(self._items("train", ids)), self.objective)
+        self.position += self.settings.batch_size
         return {**means(result.metrics), "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
 
     def evaluate(self) -> dict[str, float]:
-        """Means over the held-out rows. The last rows are dealt out with fill that has no weight."""
-        share = math.ceil(len(self.eval_rows) / self.ranks)
-        mine = list(range(self.rank * share, (self.rank + 1) * share))
-        real = [i < len(self.eval_rows) for i in mine]
-        rows = [self.eval_rows[i] if i < len(self.eval_rows) else self.eval_rows[0] for i in mine]
-        size = self.job.settings.trainer.micro_batch_size
-        batches = [self._batch(p, r) for p, r in zip(chunks(rows, size), chunks(real, size), strict=True)]
-        return self.engine.evaluate(batches, self.objective)
+        """Means over the held-out rows, each weighted by what it counts (tokens, pairs, steps)."""
+        items = self._items("eval", range(len(self.tables["eval"])))
+        return self.engine.evaluate(self._micro_batches(items), self.objective)
 
     def export(self, directory: str) -> dict[str, Any]:
-        """Model and tokenizer in Hugging Face layout, written by rank 0. Returns the tokenizer's facts."""
+        """Model and tokenizer in Hugging Face layout, written by rank 0. Returns facts for the manifest."""
         self.engine.export(directory)
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
@@ -84,6 +76,8 @@ class SupervisedTrainer(TrainerRank):
 
     def _save(self, directory: Path) -> None:
         self.engine.save(directory / "model")
+        if self.settings.trainer.save_hf:
+            self.export(str(directory / "hf"))
         if self.rank == 0:
             (directory / "position.json").write_text(json.dumps({"position": self.position}))
 
@@ -91,102 +85,72 @@ class SupervisedTrainer(TrainerRank):
         self.engine.load(directory / "model")
         self.position = json.loads((directory / "position.json").read_text())["position"]
 
-    def _encode_all(self, rows: list[Row], file: str) -> tuple[list[Any], dict[str, int]]:
-        kept, too_long = [], 0
-        for number, row in enumerate(rows, start=1):
-            try:
-                encoded = self._encode(row)
-            except TokenError as error:
-                raise TokenError(f"row {number} of {file}: {error}") from None
-            if max(map(len, self._token_rows(encoded))) > self.job.settings.max_len:
-                too_long += 1
-            else:
-                kept.append(encoded)
-        if not kept:
-            raise TokenError(f"{file}: all {len(rows)} rows are longer than max_len {self.job.settings.max_len} tokens")
-        return kept, {"rows": len(rows), "kept": len(kept), "dropped_too_long": too_long}
+    def _engine(self) -> TrainEngine:
+        settings = self.settings
+        return TrainEngine(
+            self._build,
+            dtype=settings.dtype,
+            trainer=settings.trainer,
+            optimizer=settings.optimizer,
+            total_steps=self.total_steps,
+        )
 
-    # What SFT and RM do differently.
+    # -- from items to micro-batches -----------------------------------------------------------------------------
 
-    @abstractmethod
-    def _model_directory(self) -> Path:
-        """Hugging Face directory that the weights start from."""
+    def _items(self, split: str, ids: Sequence[int]) -> list[Item]:
+        table = self.tables[split]
+        return [table.item(number) for number in ids]
+
+    def _micro_batches(self, items: Sequence[Item]) -> list[Batch]:
+        """This rank's micro-batches of the items of an optimizer step."""
+        layout = self._layout()
+        plan = plan_step([item.tokens for item in items], layout)[self.mesh.data_rank]
+        return [make_batch(items, micro, layout, self.tokenizer.pad_token_id) for micro in plan]
+
+    def _layout(self) -> Layout:
+        trainer = self.settings.trainer
+        return Layout(
+            ranks=self.mesh.data_ranks,
+            micro_batch_size=trainer.micro_batch_size,
+            packing=trainer.packing,
+            capacity=self.samples_per_item * self.settings.max_len,
+            multiple=trainer.sequence_parallel,
+        )
+
+    # -- what the stages do differently --------------------------------------------------------------------------
 
     @abstractmethod
     def _build(self) -> torch.nn.Module:
         """The module to train."""
 
     @abstractmethod
-    def _encode(self, row: Row) -> Any:
-        """A row as token ids."""
-
-    @abstractmethod
-    def _token_rows(self, encoded: Any) -> Sequence[Sequence[int]]:
-        """The sequences that an encoded row puts through the model."""
-
-    @abstractmethod
-    def _batch(self, rows: Sequence[Any], real: Sequence[bool]) -> Batch:
-        """Encoded rows as a micro-batch; those that are not real count nowhere."""
+    def _objective(self) -> Objective: ...
 
 
-class SftTrainer(SupervisedTrainer):
-    objective = SftObjective()
-
-    def __init__(self, rank: int, ranks: int, job: Job):
-        super().__init__(rank, ranks, job)
-        settings: SftSettings = job.settings
-        self._base = base_model_directory(settings.model, job.scratch, rank)
-
-    def _model_directory(self) -> Path:
-        return self._base
+class PolicyTrainer(SupervisedTrainer):
+    """A trainer of a causal model."""
 
     def _build(self) -> torch.nn.Module:
-        settings = self.job.settings
-        return load_policy(str(self.model_dir), dtype=TORCH_DTYPE[settings.dtype], attention=settings.trainer.attention)
+        return self._policy(self.model_dir)
 
-    def _encode(self, row: Row) -> Exchange:
-        return render_exchange(self.tokenizer, row["prompt"], row["response"])
-
-    def _token_rows(self, encoded: Exchange) -> Sequence[Sequence[int]]:
-        return [encoded.ids]
-
-    def _batch(self, rows: Sequence[Exchange], real: Sequence[bool]) -> Batch:
-        batch = sft_batch(rows, self.tokenizer.pad_token_id)
-        batch["loss_mask"] &= torch.tensor(real).unsqueeze(1)
-        return batch
-
-
-class RmTrainer(SupervisedTrainer):
-    objective = PairwiseObjective()
-
-    def _model_directory(self) -> Path:
-        return self.job.input_path("model") / "model"
-
-    def _build(self) -> torch.nn.Module:
-        settings = self.job.settings
-        scorer = load_scorer(
-            str(self.model_dir),
+    def _policy(self, directory: Path) -> Policy:
+        settings = self.settings
+        policy = load_policy(
+            str(directory),
             dtype=TORCH_DTYPE[settings.dtype],
             attention=settings.trainer.attention,
-            pad_token_id=self.tokenizer.pad_token_id,
+            experts=settings.trainer.experts_implementation,
         )
-        with gathered([scorer.head.weight], settings.trainer.zero_stage, modifier_rank=0):
-            initialise_head(scorer, settings.seed)
-        return scorer
+        with gathered(list(policy.head.parameters()), settings.trainer.zero_stage):
+            check_head(policy)
+        return policy
 
-    def _encode(self, row: Row) -> tuple[Exchange, Exchange]:
-        return (
-            render_exchange(self.tokenizer, row["prompt"], row["chosen"]),
-            render_exchange(self.tokenizer, row["prompt"], row["rejected"]),
-        )
 
-    def _token_rows(self, encoded: tuple[Exchange, Exchange]) -> Sequence[Sequence[int]]:
-        return [encoded[0].ids, encoded[1].ids]
+class SftTrainer(PolicyTrainer):
+    settings: SftSettings
 
-    def _batch(self, rows: Sequence[tuple[Exchange, Exchange]], real: Sequence[bool]) -> Batch:
-        batch = pair_batch(rows, self.tokenizer.pad_token_id)
-        batch["weight"] = torch.tensor(real, dtype=torch.float32)
-        return batch
+    def _objective(self) -> Objective:
+        return SftObjective(self.settings.aux_loss_coef)
 
 
 def total_steps(settings: SupervisedSettings, rows: int) -> int:

@@ -7,11 +7,16 @@ from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import finish_checkpoint, resume_point
+from rlhf_core.training.progress import best_checkpoint, finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
 SFT_TRAINER = "rlhf_core.training.supervised:SftTrainer"
-RM_TRAINER = "rlhf_core.training.supervised:RmTrainer"
+RM_TRAINER = "rlhf_core.training.reward:RmTrainer"
+PRM_TRAINER = "rlhf_core.training.reward:PrmTrainer"
+DPO_TRAINER = "rlhf_core.training.preference:DpoTrainer"
+KTO_TRAINER = "rlhf_core.training.preference:KtoTrainer"
+
+Metrics = dict[str, float]
 
 
 def run_supervised(
@@ -25,25 +30,93 @@ def run_supervised(
 ) -> dict[str, Any]:
     """Trains to the end, from the newest complete training checkpoint where there is one, and evaluates.
 
-    What moves whole models (loading, restoring, saving) may take start_timeout_s; a step, step_timeout_s.
-    Returns the counts of rows and the last evaluation's metrics under "eval/...".
+    With `best_metric` the ranks end with the weights of the best evaluation. What moves whole models, or computes the
+    reference's log-probs, may take start_timeout_s; a step, step_timeout_s.
+
+    Returns the number of steps, and metrics of the evaluation of the weights that the ranks hold under "eval/...".
     """
     settings: SupervisedSettings = job.settings
     limit = settings.trainer.step_timeout_s
     history.events.phase("loading")
     info = group.call("load", timeout_s=start_timeout_s)[0]
     total, start = info["total_steps"], resume_point(group, job, store, history, timeout_s=start_timeout_s)
-    evaluation: dict[str, float] = {}
+    if start == 0:
+        group.call("prepare", timeout_s=start_timeout_s)
     history.events.phase("training")
     for step in range(start + 1, total + 1):
         history.add(step, group.call("train_step", timeout_s=limit)[0])
         history.events.progress(step, total, "training")
-        last = step == total
-        if info["eval_rows"] and (last or (settings.eval_steps and step % settings.eval_steps == 0)):
-            evaluation = group.call("evaluate", timeout_s=limit)[0]
+        metric = None
+        if info["eval_rows"] and _evaluates(settings, step, total):
+            evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
             history.add(step, evaluation, phase="eval")
-        if step % settings.trainer.save_steps == 0 or last:
-            finish_checkpoint(group, job, store, lease, history, step, settings.trainer, timeout_s=start_timeout_s)
-    if info["eval_rows"] and not evaluation:  # resumed at the last step
-        evaluation = group.call("evaluate", timeout_s=limit)[0]
-    return {**info, **{f"eval/{name}": value for name, value in evaluation.items()}}
+            metric = _best_metric(settings, evaluation)
+        if step % settings.trainer.save_steps == 0 or step == total or _improved(settings, history, step):
+            finish_checkpoint(
+                group,
+                job,
+                store,
+                lease,
+                history,
+                step,
+                settings.trainer,
+                timeout_s=start_timeout_s,
+                metric=metric,
+                better=settings.best_is,
+            )
+    best = _restore_best(group, job, store, history, total, timeout_s=start_timeout_s)
+    evaluation = _evaluation(history, best)
+    return {"total_steps": total, "exported_step": best, **{f"eval/{name}": value for name, value in evaluation.items()}}
+
+
+def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
+    return step == total or (settings.eval_steps is not None and step % settings.eval_steps == 0)
+
+
+def _best_metric(settings: SupervisedSettings, evaluation: Metrics) -> float | None:
+    if settings.best_metric is None:
+        return None
+    if settings.best_metric not in evaluation:
+        raise MetricError(
+            f"best_metric {settings.best_metric!r} is no metric of this stage's evaluation; it has "
+            f"{', '.join(sorted(evaluation))}"
+        )
+    return evaluation[settings.best_metric]
+
+
+class MetricError(Exception):
+    """A metric that the settings name and the evaluation lacks. One line."""
+
+
+def _improved(settings: SupervisedSettings, history: History, step: int) -> bool:
+    """Whether the evaluation at `step`, if there was one, is better than each before it."""
+    if settings.best_metric is None:
+        return False
+    steps, values = history.curve(settings.best_metric, "eval")
+    if not steps or steps[-1] != step:
+        return False
+    sign = 1 if settings.best_is == "higher" else -1
+    return all(sign * values[-1] > sign * before for before in values[:-1])
+
+
+def _restore_best(
+    group: WorkerGroup, job: Job, store: Store, history: History, total: int, *, timeout_s: float
+) -> int:
+    """The step whose weights the ranks now hold: that of the best evaluation, or the last."""
+    settings: SupervisedSettings = job.settings
+    if settings.best_metric is None:
+        return total
+    best = best_checkpoint(store, job.stage, job.key, settings.best_is)
+    if best is None or best.step == total:
+        return total
+    history.events.write("phase", name="best", step=best.step)
+    group.call("restore_checkpoint", best, timeout_s=timeout_s)
+    return best.step
+
+
+def _evaluation(history: History, step: int) -> Metrics:
+    """Metrics of the evaluation at `step`: they are in the history, which every training checkpoint holds."""
+    for record in reversed(history.records):
+        if record["phase"] == "eval" and record["step"] == step:
+            return {name: float(value) for name, value in record.items() if name not in ("step", "phase")}
+    return {}

@@ -51,6 +51,12 @@ def llama_dropout(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def llama_two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two heads for keys and values as well, so that two tensor-parallel ranks can share them."""
+    return str(make_llama(tmp_path_factory.mktemp("models") / "llama-two", kv_heads=2))
+
+
+@pytest.fixture(scope="session")
 def llama_tied(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_llama(tmp_path_factory.mktemp("models") / "llama-tied", tied=True))
 
@@ -58,22 +64,30 @@ def llama_tied(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def scorer(tmp_path_factory: pytest.TempPathFactory, llama: str) -> str:
     """A reward model with a head that is far from 0."""
-    directory = tmp_path_factory.mktemp("models") / "scorer"
-    model = AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1, pad_token_id=0)
+    return str(make_scorer(tmp_path_factory.mktemp("models") / "scorer", llama))
+
+
+@pytest.fixture(scope="session")
+def scorer_two(tmp_path_factory: pytest.TempPathFactory, llama_two: str) -> str:
+    return str(make_scorer(tmp_path_factory.mktemp("models") / "scorer-two", llama_two))
+
+
+def make_scorer(directory: Path, base: str) -> Path:
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         model.score.weight.copy_(0.3 * torch.randn(model.score.weight.shape, generator=generator))
     model.save_pretrained(directory)
-    return str(directory)
+    return directory
 
 
-def make_llama(directory: Path, *, dropout: float = 0.0, tied: bool = False) -> Path:
+def make_llama(directory: Path, *, dropout: float = 0.0, tied: bool = False, kv_heads: int = 1) -> Path:
     write_scratch_model(
         directory,
         hidden_size=32,
         layers=2,
         heads=2,
-        kv_heads=1,
+        kv_heads=kv_heads,
         intermediate_size=64,
         max_position=64,
         seed=3,

@@ -109,15 +109,15 @@ def plain_gradient(kind: str, directory: str, samples: Any) -> tuple[float, dict
 
 
 @pytest.fixture(scope="module")
-def plain(request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    """kind -> (loss, gradient by name) of the plain computation, computed once."""
-    cache: dict[str, Any] = {}
+def plain(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """(kind, model fixture) -> (loss, gradient by name) of the plain computation, computed once."""
+    cache: dict[Any, Any] = {}
 
-    def get(kind: str) -> Any:
-        if kind not in cache:
-            model, samples, _ = KINDS[kind]
-            cache[kind] = plain_gradient(kind, request.getfixturevalue(model), request.getfixturevalue(samples))
-        return cache[kind]
+    def get(kind: str, model: str = "") -> Any:
+        given = (model or KINDS[kind][0], KINDS[kind][1])
+        if (kind, *given) not in cache:
+            cache[kind, *given] = plain_gradient(kind, *map(request.getfixturevalue, given))
+        return cache[kind, *given]
 
     return get
 
@@ -137,12 +137,14 @@ def assert_same_gradient(found: dict[str, Any], expected: tuple[float, dict[str,
     assert norm(found["gradients"][n] - g for n, g in gradients.items()) < 1e-5 * norm(gradients.values())
 
 
-def run_gradient(request: pytest.FixtureRequest, groups: Any, kind: str, ranks: int, **trainer: Any) -> dict[str, Any]:
-    model, samples, _ = KINDS[kind]
+def run_gradient(
+    request: pytest.FixtureRequest, groups: Any, kind: str, ranks: int, model: str = "", **trainer: Any
+) -> dict[str, Any]:
+    samples = KINDS[kind][1]
     return groups[ranks].run(
         "gradient",
         kind=kind,
-        model=request.getfixturevalue(model),
+        model=request.getfixturevalue(model or KINDS[kind][0]),
         samples=request.getfixturevalue(samples),
         trainer={"ranks": ranks, **trainer},
     )[0]
@@ -170,11 +172,20 @@ def test_gradient_of_a_rollout_is_that_of_the_whole_batch(
     assert_same_gradient(run_gradient(request, groups, kind, ranks, **given), plain(kind))
 
 
+SHARED = {"sft": "llama_two", "rm": "scorer_two"}
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", list(SHARED))
 @pytest.mark.parametrize("shared", ["tensor_parallel", "sequence_parallel"])
 def test_ranks_that_share_samples_have_the_gradient_of_the_whole_batch(
     groups: Any, request: pytest.FixtureRequest, plain: Any, kind: str, shared: str, zero_stage: int
 ) -> None:
-    found = run_gradient(request, groups, kind, 2, micro_batch_size=4, zero_stage=zero_stage, **{shared: 2})
-    assert_same_gradient(found, plain(kind))
+    given = {"micro_batch_size": 4, "zero_stage": zero_stage, shared: 2}
+    assert_same_gradient(run_gradient(request, groups, kind, 2, SHARED[kind], **given), plain(kind, SHARED[kind]))
+
+
+def test_sequence_parallel_ranks_repeat_a_single_head_of_keys(
+    groups: Any, request: pytest.FixtureRequest, plain: Any
+) -> None:
+    assert_same_gradient(run_gradient(request, groups, "sft", 2, sequence_parallel=2, zero_stage=2), plain("sft"))
