@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, Literal
 
 from rlhf_core.store.manifest import Manifest
 
@@ -26,12 +27,21 @@ def check_same_tokenizer(**models: Manifest) -> None:
                 )
 
 
-def check_head(name: str, manifest: Manifest) -> tuple[float, float]:
-    """(mean, std) of a reward model's held-out scores. Refuses a model without a score head."""
-    head = (manifest.model or {}).get("head")
-    if not isinstance(head, dict) or head.get("name") != "score":
-        raise ContractError(f"{described(name, manifest)} has no score head; give a reward model")
-    return float(head["mean"]), float(head["std"])  # type: ignore[arg-type]
+_HEADS = {
+    "score": "has no score head; give a reward model",
+    "process_reward": "has no verdict tokens; give a process reward model",
+}
+
+
+def check_head(name: str, manifest: Manifest, head: Literal["score", "process_reward"]) -> dict[str, Any]:
+    """What the manifest says of a model's head. Refuses a model that has another one, or none.
+
+    score: `mean` and `std` of the held-out scores. process_reward: `placeholder_token`, `reward_tokens`, `separator`.
+    """
+    facts = (manifest.model or {}).get("head")
+    if not isinstance(facts, dict) or facts.get("name") != head:
+        raise ContractError(f"{described(name, manifest)} {_HEADS[head]}")
+    return facts
 
 
 def check_length(setting: str, length: int, model: str, directory: Path) -> None:
@@ -48,6 +58,15 @@ def check_length(setting: str, length: int, model: str, directory: Path) -> None
         raise ContractError(
             f"{setting} {length} is above max_position_embeddings {positions} of {model}; lower it or start from a "
             f"model with more positions"
+        )
+
+
+def check_held_out(stage: str, dataset: str, data: Manifest) -> None:
+    """Refuses a data set without held-out rows where a stage cannot do without."""
+    if not data.metrics.get("eval_rows"):
+        raise ContractError(
+            f"{described(f'data.{dataset}', data)} has no held-out rows, and {stage} is measured on them; give "
+            f"data.{dataset} an eval_path, eval_split or eval_share or, when generated, eval_rows"
         )
 
 

@@ -54,8 +54,8 @@ class StageContext:
         config = self.settings.model_dump(mode="json")
         return History(self.files, self.events, self.run.tracking, run_name=name, config=config)
 
-    def job(self) -> Job:
-        """What the trainers' ranks are told."""
+    def job(self, tokens: dict[str, str] | None = None) -> Job:
+        """What the trainers' ranks are told. tokens: split -> key in the token cache."""
         return Job(
             stage=self.stage,
             key=self.key,
@@ -64,6 +64,7 @@ class StageContext:
             lease=self.lease.n,
             scratch=str(self.scratch),
             manifests=self.manifests,
+            tokens=tokens or {},
         )
 
 

@@ -9,7 +9,13 @@ def kto(context: StageContext) -> StageResult:
     from rlhf_core.training.supervised_loop import KTO_TRAINER
 
     trained = train_supervised(context, KTO_TRAINER, "AutoModelForCausalLM")
-    return StageResult(trained.files, trained.measured, model=trained.model)
+    rewards = {"rewards/desirable": "good responses", "rewards/undesirable": "bad responses"}
+    trained.plot("rewards.png", "KTO: implicit reward, beta x log-ratio to the reference", rewards)
+    trained.plot("kl.png", "KTO: estimated KL from the reference", {"kl": "KL"})
+    good, bad = (trained.metrics.get(f"eval/rewards/{kind}") for kind in ("desirable", "undesirable"))
+    held_out = good is not None and bad is not None
+    sentences = [f"Held-out reward {good:.3f} of good responses, {bad:.3f} of bad ones."] if held_out else []
+    return trained.result("KTO", *sentences)
 
 
 KTO = Stage(name="kto", version=1, module="stages.kto", settings=KtoSettings, pool="gpu", run=kto)

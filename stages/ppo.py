@@ -1,4 +1,4 @@
-"""ppo: PPO from the SFT policy, with a critic, a KL penalty against the SFT policy, and a mix of rewards."""
+"""ppo: PPO of a policy, with a critic, a KL penalty against the policy it starts from, and a mix of rewards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -19,14 +19,13 @@ def ppo(context: StageContext) -> StageResult:
     from rlhf_core.rollout.prompts import load_prompts
 
     settings: PpoSettings = context.settings
-    mean, std = _check_contract(context)
+    mix = _check_contract(context)
     check_resumable(context.store, context.stage, context.key, settings.trainer)
     tokenizer = load_tokenizer(context.inputs["policy"] / "model")
     limit = settings.rollout.max_prompt_len
     prompts, dropped = load_prompts(context.inputs["prompts"] / "rows.jsonl", tokenizer, limit)
     eval_prompts, _ = load_prompts(context.inputs["eval"] / "rows.jsonl", tokenizer, limit)
     with closing(context.history()) as history:
-        mix = RewardMix(settings.reward, mean, std)
         measured, facts = _train(context, tokenizer, prompts, eval_prompts, mix, history)
     measured |= {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
     _write_plots(context.files, history)
@@ -35,18 +34,28 @@ def ppo(context: StageContext) -> StageResult:
     return StageResult(context.files, measured, model=model, summary=_summary(measured))
 
 
-def _check_contract(context: StageContext) -> tuple[float, float]:
-    """Refuses what would fail once the engines have started. Returns the reward model's (mean, std)."""
+def _check_contract(context: StageContext) -> RewardMix:
+    """Refuses what would fail once the engines have started. Returns the mix of rewards, with the RM's mean and std."""
     settings: PpoSettings = context.settings
-    policy, reward = context.manifests["policy"], context.manifests["reward"]
-    check_same_tokenizer(policy=policy, reward=reward)
-    length = settings.sampler.max_model_len
-    check_length("ppo.sampler.max_model_len", length, described("policy", policy), context.inputs["policy"] / "model")
+    models = {name: context.manifests[name] for name in ("policy", "reward", "process") if name in context.manifests}
+    check_same_tokenizer(**models)
     rollout = settings.rollout
     scored = rollout.max_prompt_len + rollout.max_new_tokens
-    what = "ppo.rollout.max_prompt_len + max_new_tokens"
-    check_length(what, scored, described("reward", reward), context.inputs["reward"] / "model")
-    return check_head("reward", reward)
+    # The process model reads a placeholder behind each step as well, at most one for each token of a response.
+    lengths = {
+        "policy": ("ppo.sampler.max_model_len", settings.sampler.max_model_len),
+        "reward": ("ppo.rollout.max_prompt_len + max_new_tokens", scored),
+        "process": ("ppo.rollout.max_prompt_len + max_new_tokens", scored),
+    }
+    for name, manifest in models.items():
+        what, length = lengths[name]
+        check_length(what, length, described(name, manifest), context.inputs[name] / "model")
+    if "process" in models:
+        check_head("process", models["process"], "process_reward")
+    if "reward" not in models:
+        return RewardMix(settings.reward)
+    head = check_head("reward", models["reward"], "score")
+    return RewardMix(settings.reward, rm_mean=head["mean"], rm_std=head["std"])
 
 
 def _train(
@@ -97,17 +106,17 @@ def _train(
 def _write_plots(files: Path, history: History) -> None:
     from rlhf_core.tracking.plots import plot_curves
 
-    plot_curves(
-        files / "plots" / "reward.png",
-        "PPO: reward of the rollouts",
-        {
-            "reward": history.curve("reward"),
-            "reward model (normalised)": history.curve("reward/rm"),
-            "exact match (sampled)": history.curve("reward/exact"),
-            "exact match (greedy, held out)": history.curve("exact_match", "eval"),
-        },
-    )
-    plot_curves(files / "plots" / "kl.png", "PPO: KL from the SFT policy, per token", {"k1": history.curve("kl")})
+    rewards = {
+        "reward": history.curve("reward"),
+        "reward model (normalised)": history.curve("reward/rm"),
+        "process reward model": history.curve("reward/prm"),
+        "exact match (sampled)": history.curve("reward/exact"),
+        "exact match (greedy, held out)": history.curve("exact_match", "eval"),
+    }
+    measured = {label: curve for label, curve in rewards.items() if curve[0]}
+    plot_curves(files / "plots" / "reward.png", "PPO: reward of the rollouts", measured)
+    title = "PPO: KL from the policy it started from, per token"
+    plot_curves(files / "plots" / "kl.png", title, {"k1": history.curve("kl")})
 
 
 def _summary(measured: dict[str, Any]) -> str:
@@ -115,9 +124,14 @@ def _summary(measured: dict[str, Any]) -> str:
         ("greedy exact match, held out", "exact_match"),
         ("reward", "reward"),
         ("reward model, normalised", "reward/rm"),
+        ("process reward model", "reward/prm"),
         ("exact match, sampled", "reward/exact"),
     ]
-    table = "\n".join(f"| {what} | {measured[f'{k}/first']:.3f} | {measured[f'{k}/last']:.3f} |" for what, k in rows)
+    table = "\n".join(
+        f"| {what} | {measured[f'{name}/first']:.3f} | {measured[f'{name}/last']:.3f} |"
+        for what, name in rows
+        if f"{name}/first" in measured
+    )
     return (
         f"**PPO**: {measured['steps']} steps. Sampler and trainer log-probs differ by at most "
         f"{measured['parity/max']:.1e}.\n\n| | first | last |\n|---|---|---|\n{table}\n"

@@ -1,4 +1,4 @@
-"""What the stages sft and rm share: a group of ranks, the training loop, the export, plots and figures."""
+"""What the supervised stages share: checks, tokens, a group of ranks, the training loop, the export, the loss plot."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -6,33 +6,61 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.supervised import SupervisedSettings
+from rlhf_core.tracking.history import History
+from rlhf_core.tracking.plots import Curve, plot_curves
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_length, described
-from stages.definition import StageContext
+from stages.definition import StageContext, StageResult
 from stages.inputs import check_unchanged, code_digests, foreign_models
+from stages.tokens import Tokens, tokenise
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Files of the artifact, and what training measured."""
+    """Files of the artifact, and what training measured. `model`: the manifest's facts of the exported model."""
 
     files: Path
-    measured: dict[str, Any]
+    metrics: dict[str, Any]
     model: dict[str, Any]
-    curves: dict[str, tuple[list[int], list[float]]]
+    history: History
+    tokens: Tokens
+
+    def plot(self, file: str, title: str, metrics: dict[str, str]) -> None:
+        """plots/<file> with each metric (name -> label) in training and, where it was evaluated, held out."""
+        curves: dict[str, Curve] = {}
+        for name, label in metrics.items():
+            curves[label] = self.history.curve(name)
+            curves[f"{label}, held out"] = self.history.curve(name, "eval")
+        plot_curves(self.files / "plots" / file, title, {label: curve for label, curve in curves.items() if curve[0]})
+
+    def result(self, title: str, *sentences: str) -> StageResult:
+        """The stage's result; its summary: steps, loss, then `sentences` and the report of its data."""
+        metrics = self.metrics
+        losses = f"Loss {metrics['first_loss']:.3f} -> {metrics['last_loss']:.3f}"
+        if "eval/loss" in metrics:
+            losses += f", held out {metrics['eval/loss']:.3f}"
+        first = f"**{title}**: {metrics['total_steps']} steps over {metrics['items']} rows. {losses}."
+        summary = " ".join([first, *sentences]) + f"\n\n{self.tokens.report}"
+        return StageResult(self.files, metrics, model=self.model, summary=summary)
 
 
 def train_supervised(context: StageContext, target: str, model_class: str) -> Trained:
-    """Runs the trainers `target` to the end and exports the model into the artifact's directory."""
+    """Runs the trainers `target` to the end and exports the model into the artifact's directory.
+
+    Whatever the settings, the inputs or the rows do not allow is an error before Ray starts.
+    """
     from rlhf_core.cluster.session import ray_session
+    from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.training.rank import start_trainers
     from rlhf_core.training.supervised_loop import run_supervised
 
     settings: SupervisedSettings = context.settings
-    check_inputs(context)
-    cluster = context.run.cluster
-    job = context.job()
+    directory = model_directory(context)
+    check_inputs(context, directory)
     check_resumable(context.store, context.stage, context.key, settings.trainer)
+    tokens = tokenise(context, load_tokenizer(directory))
+    cluster = context.run.cluster
+    job = context.job(tokens.keys)
     with closing(context.history()) as history:
         context.events.phase("starting ranks")
         with ray_session(cluster, actors=settings.trainer.ranks):
@@ -46,33 +74,35 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
                 facts = group.call("export", model, timeout_s=cluster.start_timeout_s)[0]
             finally:
                 group.close()
-    curves = {name: history.curve(*key) for name, key in _CURVES.items()}
-    return Trained(
+    losses = history.curve("loss")[1]
+    trained = Trained(
         context.files,
-        measured,
+        {**tokens.counts, **measured, "first_loss": losses[0], "last_loss": losses[-1]},
         model={**facts, "model_class": model_class, "dtype": settings.dtype},
-        curves={name: curve for name, curve in curves.items() if curve[0]},
+        history=history,
+        tokens=tokens,
     )
+    trained.plot("loss.png", f"{context.stage}: loss", {"loss": "loss"})
+    return trained
 
 
-def check_inputs(context: StageContext) -> None:
-    """Refuses files that changed since the key was made, and a length that the model has no positions for."""
+def model_directory(context: StageContext) -> Path:
+    """The Hugging Face directory that training starts from, on this node: an artifact's, the user's, or a small Llama
+    made here."""
+    from rlhf_core.training.rank import base_model_directory
+
+    settings: SupervisedSettings = context.settings
+    if settings.model is None:
+        return context.inputs["model"] / "model"
+    return base_model_directory(settings.model, str(context.scratch), "driver")
+
+
+def check_inputs(context: StageContext, directory: Path) -> None:
+    """Refuses files that changed since the key was made, and a length that the model in `directory` has no positions
+    for."""
     settings: SupervisedSettings = context.settings
     stage = context.stage
     check_unchanged(stage, foreign_models(stage, settings), context.key_source["inputs"])
     check_unchanged(stage, code_digests(stage, settings), context.key_source["code"])
-    if "model" in context.manifests:
-        directory, name = context.inputs["model"] / "model", described("model", context.manifests["model"])
-    elif settings.model is not None and settings.model.path is not None:
-        directory, name = Path(settings.model.path), f"the model {settings.model.path}"
-    else:
-        return  # from scratch: the settings have checked it
+    name = described("model", context.manifests["model"]) if settings.model is None else f"{stage}.model"
     check_length(f"{stage}.max_len", settings.max_len, name, directory)
-
-
-_CURVES = {
-    "loss": ("loss", "train"),
-    "held-out loss": ("loss", "eval"),
-    "accuracy": ("accuracy", "train"),
-    "held-out accuracy": ("accuracy", "eval"),
-}

@@ -1,6 +1,7 @@
-"""The mix of rewards: raw scores by source, and the weighted sum that is trained on."""
+"""The mix of rewards: what each source gave, as measured and as trained on, and the weighted sum."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_core.config.rl import RewardSettings
@@ -8,18 +9,40 @@ from rlhf_core.config.rl import RewardSettings
 
 @dataclass(frozen=True)
 class RewardMix:
-    """weight_rm * (score - mean) / std + weight_exact * exact, mean and std being those of the RM's held-out scores."""
+    """The sum over sources of weight * value; the reward model's value is (score - mean) / std, over held-out scores.
+
+    Sources: "rm" (raw score), "prm" (verdict on a response's steps), "exact"; those that a run measures.
+    """
 
     settings: RewardSettings
-    rm_mean: float
-    rm_std: float
+    rm_mean: float = 0.0
+    rm_std: float = 1.0
 
-    def normalised_rm(self, score: float) -> float:
-        return (score - self.rm_mean) / self.rm_std
+    def values(self, sources: Mapping[str, float]) -> dict[str, float]:
+        """Each source's value as it is weighted."""
+        return {
+            name: (value - self.rm_mean) / self.rm_std if name == "rm" else value for name, value in sources.items()
+        }
 
     def total(self, sources: Mapping[str, float]) -> float:
-        """`sources`: "rm" (raw score) and "exact" of one trajectory."""
-        return self.settings.rm * self.normalised_rm(sources["rm"]) + self.settings.exact * sources["exact"]
+        weights = {"rm": self.settings.rm, "prm": self.settings.prm, "exact": self.settings.exact}
+        return sum(weights[name] * value for name, value in self.values(sources).items())
 
     def totals(self, sources: Sequence[Mapping[str, float]]) -> list[float]:
         return [self.total(one) for one in sources]
+
+
+def solution_verdict(steps: Sequence[float], aggregate: str) -> float:
+    """One number for a solution from the probabilities that its steps are right; 0 for a solution without a step.
+
+    aggregate: a value of `RewardSettings.prm_aggregate`. min and product: Lightman et al. 2023, appendix F.
+    """
+    return _AGGREGATES[aggregate](steps) if len(steps) else 0.0
+
+
+_AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": lambda steps: float(min(steps)),
+    "mean": lambda steps: float(sum(steps) / len(steps)),
+    "last": lambda steps: float(steps[-1]),
+    "product": lambda steps: float(math.prod(steps)),
+}

@@ -19,13 +19,17 @@ from rlhf_core.store.store import Store
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.workers import WorkerGroup
+    from rlhf_core.data.token_cache import TokenTable
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a driver tells its ranks: settings, and where things are. `scratch` is a path on any node."""
+    """What a driver tells its ranks: settings, and where things are. `scratch` is a path on any node.
+
+    tokens: "train" and, with held-out rows, "eval" -> key in the store's token cache (rlhf_core/data/token_cache.py).
+    """
 
     stage: str
     key: str
@@ -34,6 +38,14 @@ class Job:
     lease: int
     scratch: str
     manifests: dict[str, Manifest] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def token_tables(self) -> dict[str, "TokenTable"]:
+        """The tokens of each split that the driver has made; fetched to this node when they are not there yet."""
+        from rlhf_core.data.token_cache import fetch_tokens
+
+        store, directory = Store(self.store_url), Path(self.scratch) / "tokens"
+        return {split: fetch_tokens(store, key, directory) for split, key in self.tokens.items()}
 
     def input_path(self, name: str) -> Path:
         """A verified local copy of an input artifact; made on this node when it is not there yet."""
@@ -113,10 +125,11 @@ def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: Clu
     return group
 
 
-def base_model_directory(source: ModelSource, scratch: str, rank: int) -> Path:
+def base_model_directory(source: ModelSource, scratch: str, rank: int | str) -> Path:
     """The Hugging Face directory that a chain starts from: the given one, or a small Llama written here.
 
-    To be called before the process group exists: once it does, transformers saves on rank 0 alone.
+    rank: whose copy it is, a rank's or the "driver"'s. To be called before the process group exists: once it does,
+    transformers saves on rank 0 alone.
     """
     if source.path is not None:
         return Path(source.path)

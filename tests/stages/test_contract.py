@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rlhf_core.store.manifest import Manifest
-from stages.contract import ContractError, check_head, check_length, check_same_tokenizer, described
+from stages.contract import ContractError, check_head, check_held_out, check_length, check_same_tokenizer, described
 
 FACTS = {
     "tokenizer_digest": "a" * 64,
@@ -48,9 +48,26 @@ def test_a_difference_names_both_sides(fact, value, shown):
 
 
 def test_a_reward_model_needs_its_head_and_statistics():
-    assert check_head("reward", manifest("rm", head={"name": "score", "mean": 1.5, "std": 0.5})) == (1.5, 0.5)
+    head = {"name": "score", "mean": 1.5, "std": 0.5}
+    assert check_head("reward", manifest("rm", head=head), "score") == head
     with pytest.raises(ContractError, match=r"reward \(sft/cccccccccccc\) has no score head; give a reward model"):
-        check_head("reward", manifest())
+        check_head("reward", manifest(), "score")
+
+
+def test_a_reward_model_is_no_process_reward_model():
+    scores = manifest("rm", head={"name": "score", "mean": 1.5, "std": 0.5})
+    with pytest.raises(ContractError, match=r"process \(rm/cccccccccccc\) has no verdict tokens; give a process"):
+        check_head("process", scores, "process_reward")
+    head = {"name": "process_reward", "placeholder_token": "a", "reward_tokens": ["b", "c"], "separator": ","}
+    assert check_head("process", manifest("prm", head=head), "process_reward") == head
+
+
+def test_a_stage_that_is_measured_on_held_out_rows_wants_some():
+    data = manifest("prepare-data").model_copy(update={"metrics": {"rows": 3, "eval_rows": 0}})
+    with pytest.raises(ContractError) as caught:
+        check_held_out("rm", "pairs", data)
+    assert str(caught.value).startswith("data.pairs (prepare-data/cccccccccccc) has no held-out rows, and rm is")
+    check_held_out("rm", "pairs", data.model_copy(update={"metrics": {"rows": 3, "eval_rows": 1}}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""From a data artifact's rows to tokens, in the driver: once for all ranks, and errors and report before any starts."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.base import Settings
+from rlhf_core.config.pipeline import SECTION_DATA
+from rlhf_core.config.supervised import PrmSettings, RmSettings, SupervisedSettings
+from stages.definition import StageContext
+
+if TYPE_CHECKING:
+    from rlhf_core.data.encode import EncodedData, Encoder
+    from rlhf_core.data.token_cache import CachedTokens, TokenTable
+
+FILES = {"train": "rows.jsonl", "eval": "eval.jsonl"}
+FILL_STEPS = 20  # optimizer steps over which the fill rate of packed rows is measured
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """keys: split -> key in the store's token cache. counts: for the metrics. report: markdown for the UI."""
+
+    keys: dict[str, str]
+    counts: dict[str, int | float]
+    report: str
+
+
+def tokenise(context: StageContext, tokenizer: Any) -> Tokens:
+    """The stage's rows as tokens in the store's cache, and data_report.json and plots/lengths.png in the artifact.
+
+    Raises TokenError, one line with file and row, for a row or tokenizer that cannot be used.
+    """
+    from rlhf_core.data.encode import Encoder
+
+    settings: SupervisedSettings = context.settings
+    context.events.phase("tokenising")
+    encoder = Encoder(tokenizer, settings.text, settings.max_len)
+    splits = [split for split, file in FILES.items() if file in context.manifests["data"].files]
+    cached = {split: _cached(context, encoder, split) for split in splits}
+    counts: dict[str, int | float] = {}
+    for split, (_, one) in cached.items():
+        prefix = "" if split == "train" else f"{split}_"
+        counts |= {f"{prefix}{name}": figure for name, figure in one.report.figures().items()}
+    if settings.trainer.packing:
+        counts["fill_rate"] = fill_rate(cached["train"][1].table, settings)
+    reports = {split: one.report for split, (_, one) in cached.items()}
+    files = context.files
+    files.mkdir(parents=True, exist_ok=True)
+    content = {**counts, **{split: asdict(report) for split, report in reports.items()}}
+    (files / "data_report.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    reports["train"].plot(files / "plots" / "lengths.png")
+    return Tokens({split: key for split, (key, _) in cached.items()}, counts, reports["train"].to_markdown())
+
+
+def _cached(context: StageContext, encoder: "Encoder", split: str) -> "tuple[str, CachedTokens]":
+    from rlhf_core.data.errors import TokenError
+    from rlhf_core.data.rows import read_jsonl
+    from rlhf_core.data.token_cache import cached_tokens, token_key
+
+    settings: SupervisedSettings = context.settings
+    (kind,), file = SECTION_DATA[context.stage], FILES[split]
+    encode, own = _encoding(encoder, kind, settings)
+    digest = context.manifests["data"].files[file]
+    key = token_key(
+        kind, digest, encoder.tokenizer, encoder.chat_template, settings.text, settings.max_len, settings=own
+    )
+    try:
+        path = context.inputs["data"] / file
+        return key, cached_tokens(context.store, key, context.scratch / "tokens", lambda: encode(read_jsonl(path)))
+    except TokenError as error:
+        raise TokenError(f"{context.stage}: data.{kind}, {file}: {error}") from None
+
+
+def _encoding(
+    encoder: "Encoder", kind: str, settings: Settings
+) -> "tuple[Callable[[list[dict[str, Any]]], EncodedData], dict[str, Any]]":
+    """How rows of a kind are encoded, and what of the stage's settings that depends on."""
+    if isinstance(settings, PrmSettings):
+        names = {"placeholder_token", "reward_tokens", "separator", "labels"}
+        return lambda rows: encoder.steps(rows, settings), settings.model_dump(mode="json", include=names)
+    if isinstance(settings, RmSettings):
+        margin = settings.use_margin
+        return lambda rows: encoder.pairs(rows, margin=margin), {"margin": margin}
+    return {"sft": encoder.sft, "pairs": encoder.pairs, "labelled": encoder.labelled}[kind], {}
+
+
+def fill_rate(table: "TokenTable", settings: SupervisedSettings) -> float:
+    """Share of the positions of packed rows that hold a token, over the first optimizer steps."""
+    from rlhf_core.data.batches import SampleOrder
+    from rlhf_core.data.layout import pack
+
+    lengths, order = table.lengths(), SampleOrder(len(table), settings.seed)
+    capacity = settings.max_len * len(table.item(0).samples)
+    tokens = rows = 0
+    for step in range(FILL_STEPS):
+        chosen = [int(lengths[i]) for i in order.ids(step * settings.batch_size, settings.batch_size)]
+        tokens += sum(chosen)
+        rows += len(pack(chosen, capacity))
+    return tokens / (rows * capacity)
