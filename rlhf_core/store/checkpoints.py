@@ -7,11 +7,13 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.store.backends import StoreError
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
+
+Better = Literal["lower", "higher"]
 
 _COMPLETE = "COMPLETE"
 _STEP_NAME = re.compile(r"step-(\d{6,})")
@@ -19,12 +21,16 @@ _STEP_NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`path` is store-relative; `files`: path relative to it, to SHA-256; `extra`: what `complete` was given."""
+    """`path` is store-relative; `files`: path relative to it, to SHA-256; `extra`: what `complete` was given.
+
+    `metric`: the value, by which checkpoints are compared, that an evaluation of exactly these weights gave.
+    """
 
     step: int
     path: str
     files: dict[str, str]
     extra: dict[str, Any]
+    metric: float | None = None
 
 
 def _training_path(stage: str, key: str) -> str:
@@ -59,18 +65,20 @@ def complete(
     files: dict[str, str],
     extra: dict[str, Any],
     lease: Lease | None,
+    metric: float | None = None,
 ) -> None:
     """Marks the step whole. Rank 0 calls it, after every rank's `upload_shards` returned, with all their files in one
     dict.
 
-    `extra`: JSON to be found again in `Checkpoint.extra`. Raises LeaseLost when `lease` is no longer in force.
+    `extra`: JSON to be found again in `Checkpoint.extra`; `metric` is finite. Raises LeaseLost when `lease` is no longer
+    in force.
     """
     if not files:
         raise StoreError(
             f"checkpoint {_step_path(stage, key, step)} without files; upload the shards of every rank first"
         )
     data = json.dumps(
-        {"step": step, "files": files, "extra": extra}, indent=2, sort_keys=True, allow_nan=False
+        {"step": step, "files": files, "extra": extra, "metric": metric}, indent=2, sort_keys=True, allow_nan=False
     ).encode()
     if lease is not None:
         lease.check()
@@ -87,7 +95,8 @@ def _read_complete(store: Store, stage: str, key: str, step: int) -> Checkpoint 
     path = _step_path(stage, key, step)
     try:
         content = json.loads(store.read_bytes(f"{path}/{_COMPLETE}"))
-        checkpoint = Checkpoint(int(content["step"]), path, dict(content["files"]), dict(content["extra"]))
+        metric = content.get("metric")
+        checkpoint = Checkpoint(int(content["step"]), path, dict(content["files"]), dict(content["extra"]), metric)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return checkpoint if checkpoint.step == step else None
@@ -104,27 +113,45 @@ def newest_complete(store: Store, stage: str, key: str) -> tuple[Checkpoint | No
     return None, skipped
 
 
+def best_complete(store: Store, stage: str, key: str, better: Better) -> Checkpoint | None:
+    """The whole checkpoint with the best metric, the earliest of equals; None where none has one."""
+    return _best(_whole(store, stage, key), better)
+
+
+def _best(checkpoints: list[Checkpoint], better: Better) -> Checkpoint | None:
+    sign = -1 if better == "higher" else 1
+    measured = [(sign * c.metric, c.step, c) for c in checkpoints if c.metric is not None]
+    return min(measured)[2] if measured else None
+
+
+def _whole(store: Store, stage: str, key: str) -> list[Checkpoint]:
+    """Newest first."""
+    found = (_read_complete(store, stage, key, step) for step in _steps(store, stage, key))
+    return [checkpoint for checkpoint in found if checkpoint is not None]
+
+
 def download(store: Store, checkpoint: Checkpoint, dest: str | Path) -> Path:
     """Makes `dest` the checkpoint's directory, every SHA-256 verified; see `Store.download_verified`."""
     return store.download_verified(checkpoint.path, checkpoint.files, dest)
 
 
-def rotate(store: Store, stage: str, key: str, keep: int) -> list[str]:
-    """Deletes all but the newest `keep` whole checkpoints, and what is not whole and older than the newest whole one.
+def rotate(store: Store, stage: str, key: str, keep: int, better: Better = "lower") -> list[str]:
+    """Deletes all but the newest `keep` whole checkpoints and the one with the best metric; and what is not whole and
+    older than the newest whole one.
 
     Without a whole checkpoint nothing is deleted. The marker goes first, so that a kill half-way leaves none that
     only looks whole. Returns the names of the deleted directories.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} checkpoints; at least 1 is kept")
-    kept = 0
+    whole = _whole(store, stage, key)
+    if not whole:
+        return []
+    best = _best(whole, better)
+    kept = {checkpoint.step for checkpoint in [*whole[:keep], *([best] if best else [])]}
     deleted: list[str] = []
     for step in _steps(store, stage, key):
-        whole = _read_complete(store, stage, key, step) is not None
-        if kept == 0 and not whole:
-            continue
-        if whole and kept < keep:
-            kept += 1
+        if step > whole[0].step or step in kept:
             continue
         path = _step_path(stage, key, step)
         store.delete_file(f"{path}/{_COMPLETE}")

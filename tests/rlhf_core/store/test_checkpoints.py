@@ -19,12 +19,14 @@ def shards(path: Path, rank: int, text: str) -> Path:
     return directory
 
 
-def save(store: Store, tmp_path: Path, step: int, text: str | None = None) -> dict[str, str]:
+def save(
+    store: Store, tmp_path: Path, step: int, text: str | None = None, metric: float | None = None
+) -> dict[str, str]:
     text = text or f"step {step}"
     files: dict[str, str] = {}
     for rank in range(2):
         files |= checkpoints.upload_shards(store, "sft", KEY, step, shards(tmp_path, rank, text))
-    checkpoints.complete(store, "sft", KEY, step, files, {"epoch": 1}, None)
+    checkpoints.complete(store, "sft", KEY, step, files, {"epoch": 1}, None, metric)
     return files
 
 
@@ -34,7 +36,7 @@ def test_a_whole_checkpoint_comes_back(store: Store, tmp_path: Path) -> None:
     assert files == {f"rank{rank}.pt": hashlib.sha256(b"step 40").hexdigest() for rank in range(2)}
     assert store.list_names(f"{TOP}/step-000040") == ["COMPLETE", "rank0.pt", "rank1.pt"]
     marker = json.loads(store.read_bytes(f"{TOP}/step-000040/COMPLETE"))
-    assert marker == {"step": 40, "files": files, "extra": {"epoch": 1}}
+    assert marker == {"step": 40, "files": files, "extra": {"epoch": 1}, "metric": None}
     found, skipped = checkpoints.newest_complete(store, "sft", KEY)
     assert found == checkpoints.Checkpoint(40, f"{TOP}/step-000040", files, {"epoch": 1})
     assert skipped == []
@@ -115,6 +117,25 @@ def test_rotation_keeps_the_newest_whole_ones(store: Store, tmp_path: Path) -> N
     assert checkpoints.rotate(store, "sft", KEY, keep=2) == []
     with pytest.raises(ValueError, match="keep=0"):
         checkpoints.rotate(store, "sft", KEY, keep=0)
+
+
+def step_of(checkpoint: checkpoints.Checkpoint | None) -> int | None:
+    return None if checkpoint is None else checkpoint.step
+
+
+def test_rotation_keeps_the_best_one_as_well(store: Store, tmp_path: Path) -> None:
+    """By steps: loss 3, 1, 2, none, and a better one that is not whole."""
+    assert checkpoints.best_complete(store, "sft", KEY, "lower") is None
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None)):
+        save(store, tmp_path, step, metric=loss)
+    checkpoints.upload_shards(store, "sft", KEY, 50, shards(tmp_path, 0, "half"))
+    assert step_of(checkpoints.best_complete(store, "sft", KEY, "lower")) == 20
+    assert step_of(checkpoints.best_complete(store, "sft", KEY, "higher")) == 10
+    assert checkpoints.rotate(store, "sft", KEY, keep=1, better="lower") == ["step-000030", "step-000010"]
+    assert store.list_names(TOP) == ["step-000020", "step-000040", "step-000050"]
+    save(store, tmp_path, 60, metric=1.0)  # equal to the best: the earlier stays
+    assert checkpoints.rotate(store, "sft", KEY, keep=1, better="lower") == ["step-000050", "step-000040"]
+    assert step_of(checkpoints.best_complete(store, "sft", KEY, "lower")) == 20
 
 
 def test_a_failed_save_deletes_nothing(store: Store, tmp_path: Path) -> None:
