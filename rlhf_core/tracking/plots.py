@@ -1,6 +1,6 @@
 """Curves as PNG."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Curve = tuple[list[int], list[float]]
@@ -19,4 +19,19 @@ def plot_curves(path: Path, title: str, curves: Mapping[str, Curve], *, xlabel: 
     axes.grid(alpha=0.3)
     if curves:
         axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def plot_histogram(
+    path: Path, title: str, edges: Sequence[float], counts: Sequence[int], *, xlabel: str = "", ylabel: str = ""
+) -> None:
+    """Draws counts[i] between edges[i] and edges[i + 1] into a PNG."""
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stairs(counts, edges, fill=True)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

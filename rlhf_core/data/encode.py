@@ -1,0 +1,307 @@
+"""From canonical rows to tokens: one function for each kind of row, and what became of every row.
+
+Canonical rows are those of rlhf_core/data/shapes.py. A row gives an item, a conversation whose template rewrites
+earlier turns several; or it is dropped for a reason that the report counts. What no row should be (a chat template
+whose spans cannot be established, steps without labels) is refused: TokenError with the row's number, from 1.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.config.supervised import PrmSettings, TextSettings
+from rlhf_core.data.chat import ChatTemplate, Message, as_messages, message_weights
+from rlhf_core.data.errors import BadRow, TokenError
+from rlhf_core.data.placeholders import place_steps, single_id, step_labels
+from rlhf_core.data.samples import Item, Sample
+from rlhf_core.data.spans import Draft, Part, Span, Spelled, Speller
+from rlhf_core.data.token_report import TokenCounts, TokenReport, show_item
+
+Row = Mapping[str, Any]
+
+ENCODER_VERSION = 1  # part of the token cache's key: raise it when any row gives other tokens or weights
+
+_ROWS_AT_ONCE = 256  # rows whose texts are held and encoded in one call
+
+
+@dataclass(frozen=True)
+class EncodedData:
+    """items, the number (from 0) of the row that each comes from, and what became of every row."""
+
+    items: list[Item]
+    row_ids: list[int]
+    report: TokenReport
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """An item before it is tokens. labels: of the steps, whose ends are the draft's marks."""
+
+    drafts: tuple[Draft, ...]
+    scalars: dict[str, float] = field(default_factory=dict)
+    labels: tuple[float | None, ...] = ()
+
+
+class Encoder:
+    """Encodes rows with one tokenizer under one set of text settings.
+
+    `chat_template` is the template in use, from text.chat_template where that is given: an exported tokenizer has to
+    carry it. max_len: longest sequence, tokens. Raises TokenError for a tokenizer that cannot do what is asked.
+    """
+
+    def __init__(self, tokenizer: Any, text: TextSettings, max_len: int):
+        self.text = text
+        self.max_len = max_len
+        self.tokenizer = tokenizer
+        self._speller = Speller(tokenizer)
+        self._template: ChatTemplate | None = None
+        if text.format == "chat":
+            self._template = ChatTemplate(tokenizer, read_chat_template(text))
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template.source() if self._template is not None else None
+
+    def sft(self, rows: Sequence[Row]) -> EncodedData:
+        """One sample an item, the loss weights of its assistant turns."""
+        return self._encode("sft", rows, self._plan_sft, self._item)
+
+    def pairs(self, rows: Sequence[Row], margin: bool = False) -> EncodedData:
+        """Two samples an item, chosen and rejected, weight 1 on the response; the scalar `margin` if asked for."""
+
+        def plan(row: Row) -> list[_Plan]:
+            drafts = tuple(self._response(row, row[side]) for side in ("chosen", "rejected"))
+            return [_Plan(drafts, {"margin": _number(row, "margin")} if margin else {})]
+
+        return self._encode("pairs", rows, plan, self._pair)
+
+    def labelled(self, rows: Sequence[Row]) -> EncodedData:
+        """One sample an item, weight 1 on the response; the scalar `label`: 1 for a good response, 0 for a bad one."""
+
+        def plan(row: Row) -> list[_Plan]:
+            if not isinstance(row["label"], bool):
+                raise TokenError(f"label is {row['label']!r}; give true or false")
+            return [_Plan((self._response(row, row["response"]),), {"label": float(row["label"])})]
+
+        return self._encode("labelled", rows, plan, self._item)
+
+    def steps(self, rows: Sequence[Row], settings: PrmSettings) -> EncodedData:
+        """One sample an item: the solution with a placeholder behind each step, whose verdicts are the labels there."""
+        placeholder = single_id(self.tokenizer, settings.placeholder_token, "placeholder_token")
+        for token in settings.reward_tokens:
+            single_id(self.tokenizer, token, "reward_tokens")
+
+        def plan(row: Row) -> list[_Plan]:
+            labels = step_labels(row["steps"], row["labels"], settings)
+            return [_Plan((self._solution(row, settings.separator),), labels=labels)]
+
+        def item(plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
+            return self._judged(plan, spelled[0], placeholder, counts)
+
+        return self._encode("steps", rows, plan, item)
+
+    def prompts(self, rows: Sequence[Row]) -> EncodedData:
+        """One sample an item, what generation is given; no weights. Prompts are never cut."""
+
+        def item(_: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
+            if len(spelled[0].ids) > self.max_len:
+                raise BadRow(self._too_long)
+            return Item((Sample(spelled[0].ids, spelled[0].weights),))
+
+        return self._encode("prompts", rows, lambda row: [_Plan((Draft((self._prompt(row),)),))], item)
+
+    # -- from a row to texts --------------------------------------------------------------------------------------
+
+    def _plan_sft(self, row: Row) -> list[_Plan]:
+        if self.text.format == "text":
+            text = _column(row, "text", self.text)
+            if not text:
+                raise BadRow("no text")
+            return [_Plan((Draft((Part(text, (Span(0, len(text)),)),), closed=True),))]
+        if "messages" not in row:
+            return [_Plan((self._response(row, _column(row, "response", self.text)),))]
+        if self._template is None:
+            raise TokenError("text.format template takes prompt and response as text; the row holds a conversation")
+        messages = row["messages"]
+        weights = message_weights(messages, self.text.train_on)
+        return [_Plan((Draft((part,)),)) for part in self._chat_parts(messages, row, weights)]
+
+    def _response(self, row: Row, response: str | Sequence[Message]) -> Draft:
+        """Prompt and response as one sequence; weight 1 on the response's assistant turns and their end tokens."""
+        if not response or (isinstance(response, str) and not response.strip()):
+            raise BadRow("empty response")
+        if self._template is None:
+            head = self._prompt(row)
+            answer = _as_text(response, "response")
+            return Draft((head, Part(answer, (Span(0, len(answer)),))), closed=True)
+        prompt, answers = as_messages(row["prompt"], "user"), as_messages(response, "assistant")
+        weights = [0.0] * len(prompt) + [float(message["role"] == "assistant") for message in answers]
+        parts = self._chat_parts([*prompt, *answers], row, weights)
+        if len(parts) != 1:
+            raise TokenError(
+                "the chat template rewrites the response's earlier turns once later ones follow, so they are no one "
+                "sequence; give a template that leaves them (text.chat_template)"
+            )
+        return Draft((parts[0],))
+
+    def _solution(self, row: Row, separator: str) -> Draft:
+        """Prompt and solution, up to its end marker, with the steps' ends as marks."""
+        steps = row["steps"]
+        solution = separator.join(steps)
+        ends = np.cumsum([len(step) + len(separator) for step in steps]) - len(separator)
+        if self._template is None:
+            return Draft((self._prompt(row), Part(solution, (Span(0, len(solution)),), marks=tuple(ends.tolist()))))
+        messages = [*as_messages(row["prompt"], "user"), {"role": "assistant", "content": solution}]
+        turn = self._template.turn(messages, len(messages) - 1, row.get("tools"))
+        if turn.content is None:
+            raise TokenError("the chat template writes the solution in another form, so its steps cannot be found")
+        # The template may have trimmed the solution.
+        begin, end = turn.content
+        written = turn.text[begin:end]
+        shift = begin + _leading_blanks(written) - _leading_blanks(solution)
+        marks = tuple(int(np.clip(shift + place, begin, end)) for place in ends)
+        return Draft((Part(turn.text[: turn.end], (Span(turn.start, turn.end),), (turn.prompt,), marks),))
+
+    def _prompt(self, row: Row) -> Part:
+        if self._template is not None:
+            return Part(self._template.prompt(as_messages(row["prompt"], "user"), row.get("tools")))
+        if self.text.format == "text":
+            raise TokenError("text.format text takes rows with a column text; use chat or template")
+        return Part(self.text.input_template.replace("{}", _as_text(_column(row, "prompt", self.text), "prompt")))
+
+    def _chat_parts(self, messages: Sequence[Message], row: Row, weights: Sequence[float]) -> list[Part]:
+        assert self._template is not None
+        said = [m["content"].strip() or m.get("tool_calls") for m, w in zip(messages, weights, strict=True) if w > 0]
+        if not any(said):
+            raise BadRow("no assistant turn to train on")
+        return self._template.parts(messages, row.get("tools"), weights)
+
+    # -- from tokens to items -------------------------------------------------------------------------------------
+
+    @property
+    def _too_long(self) -> str:
+        return f"longer than max_len ({self.max_len} tokens)"
+
+    def _sample(self, spelled: Spelled, counts: TokenCounts) -> Sample:
+        ids, weights = spelled.ids, spelled.weights
+        if len(ids) > self.max_len:
+            if self.text.truncation == "drop":
+                raise BadRow(self._too_long)
+            ids, weights = ids[: self.max_len], weights[: self.max_len]
+            if not weights.any():
+                raise BadRow("the prompt leaves no room for a response token")
+            counts.cut = True
+        return Sample(ids, weights)
+
+    def _item(self, plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
+        return Item(tuple(self._sample(one, counts) for one in spelled), plan.scalars)
+
+    def _pair(self, plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
+        item = self._item(plan, spelled, counts)
+        chosen, rejected = item.samples
+        if np.array_equal(chosen.ids, rejected.ids):
+            raise BadRow("chosen and rejected are the same tokens" + (" once cut" if counts.cut else ""))
+        return item
+
+    def _judged(self, plan: _Plan, spelled: Spelled, placeholder: int, counts: TokenCounts) -> Item:
+        """The sequence up to the last step's placeholder."""
+        ids, places = place_steps(spelled.ids, [mark + 1 for mark in spelled.marks], placeholder)
+        ids = ids[: places[-1] + 1]
+        weights, labels = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
+        for place, label in zip(places, plan.labels, strict=True):
+            if label is not None:
+                weights[place], labels[place] = 1.0, label
+        sample = self._sample(Spelled(ids, weights), counts)
+        return Item((Sample(sample.ids, sample.weights, labels[: len(sample.ids)]),), plan.scalars)
+
+    # -- all rows -------------------------------------------------------------------------------------------------
+
+    def _encode(
+        self,
+        kind: str,
+        rows: Sequence[Row],
+        plan: Callable[[Row], list[_Plan]],
+        make: Callable[[_Plan, Sequence[Spelled], TokenCounts], Item],
+    ) -> EncodedData:
+        items: list[Item] = []
+        row_ids: list[int] = []
+        counts = TokenCounts(kind, self.max_len)
+        for begin in range(0, len(rows), _ROWS_AT_ONCE):
+            numbers = range(begin, min(begin + _ROWS_AT_ONCE, len(rows)))
+            planned = list(self._planned(numbers, rows, plan, counts))
+            spelled = iter(self._speller.spell([draft for _, one in planned for draft in one.drafts]))
+            for number, one in planned:
+                sequences = [next(spelled) for _ in one.drafts]
+                try:
+                    item = make(one, [_good(sequence) for sequence in sequences], counts.next_item())
+                except BadRow as bad:
+                    counts.drop(bad, number)
+                    continue
+                except TokenError as error:
+                    raise TokenError(f"row {number + 1}: {error}") from None
+                counts.keep(item)
+                items.append(item)
+                row_ids.append(number)
+        report = counts.report(show_item(self.tokenizer, items[0]) if items else "")
+        if rows and not items:
+            raise TokenError(f"data set {kind}: none of the {len(rows)} rows can be used: {report.drops_in_words()}")
+        return EncodedData(items, row_ids, report)
+
+    def _planned(
+        self, numbers: range, rows: Sequence[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
+    ) -> Iterator[tuple[int, _Plan]]:
+        for number in numbers:
+            try:
+                plans = plan(rows[number])
+            except TokenError as error:
+                raise TokenError(f"row {number + 1}: {error}") from None
+            except BadRow as bad:
+                counts.read(1)
+                counts.drop(bad, number)
+                continue
+            counts.read(len(plans))
+            yield from ((number, one) for one in plans)
+
+
+def read_chat_template(text: TextSettings) -> str | None:
+    """The template of text.chat_template. Raises TokenError where the file cannot be read."""
+    if text.chat_template is None:
+        return None
+    try:
+        return Path(text.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenError(
+            f"text.chat_template {text.chat_template!r} cannot be read ({error}); give a Jinja file"
+        ) from None
+
+
+def _good(spelled: Spelled | BadRow | TokenError) -> Spelled:
+    if isinstance(spelled, BadRow | TokenError):
+        raise spelled
+    return spelled
+
+
+def _column(row: Row, name: str, text: TextSettings) -> Any:
+    if name not in row:
+        raise TokenError(f"text.format {text.format} needs a column {name}; the row has {', '.join(sorted(row))}")
+    return row[name]
+
+
+def _as_text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise TokenError(f"text.format template takes {column} as text; the row holds a conversation")
+    return value
+
+
+def _number(row: Row, name: str) -> float:
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TokenError(f"{name} is {value!r}; give a number")
+    return float(value)
+
+
+def _leading_blanks(text: str) -> int:
+    return len(text) - len(text.lstrip())
