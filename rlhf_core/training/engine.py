@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
+from rlhf_core.models.export import ADAPTER_DIRECTORY, write_adapter
+from rlhf_core.models.lora import adapter_state, is_adapter, merged_state
+from rlhf_core.store.keys import directory_digest
 from rlhf_core.training.ds_config import ds_config, lr_factor
 from rlhf_core.training.ema import Ema
 from rlhf_core.training.mesh import mesh_of, zero_stage
@@ -210,12 +213,20 @@ class TrainEngine:
     def full_parameters(self, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
         """(name in the Hugging Face model, whole tensor on the CPU) of each parameter, tied ones once.
 
-        Under ZeRO-3 parameters are gathered bucket by bucket: every rank has to iterate to the end; tensors are
-        whole on each rank while they are yielded.
+        Adapters are merged into their layers. Under ZeRO-3 parameters are gathered bucket by bucket: every rank has to
+        iterate to the end; tensors are whole on each rank while they are yielded.
         """
+        yield from merged_state(self.module.lm, self._whole_parameters(bucket_elements))
+
+    def _whole_parameters(
+        self, bucket_elements: int = 50_000_000, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The same under their own names, those of adapters apart."""
         bucket: list[tuple[str, Tensor]] = []
         elements = 0
         for name, parameter in self.module.named_parameters():
+            if not wanted(name):
+                continue
             bucket.append((bare_name(name), parameter))
             elements += getattr(parameter, "ds_numel", parameter.numel())
             if elements >= bucket_elements:
@@ -229,10 +240,14 @@ class TrainEngine:
                 yield name, whole_tensor(parameter, parameter.detach()).cpu()
 
     def export(self, directory: str | Path) -> None:
-        """The model in Hugging Face layout, written by rank 0. Every rank calls this."""
+        """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this."""
+        lm = self.module.lm
+        adapter = adapter_state(self._whole_parameters(wanted=is_adapter))
         state = {name: tensor for name, tensor in self.full_parameters() if self.rank == 0}
         if self.rank == 0:
-            self.module.lm.save_pretrained(directory, state_dict=state)
+            lm.save_pretrained(directory, state_dict=state)
+            if adapter:
+                write_adapter(Path(directory) / ADAPTER_DIRECTORY, lm, adapter, directory_digest(lm.name_or_path))
         dist.barrier()
 
     # -- training checkpoints -----------------------------------------------------------------------------------
