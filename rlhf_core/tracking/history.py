@@ -7,7 +7,7 @@ and samples are JSON: a NaN or infinity, which JSON lacks, is the string 'nan', 
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ class History:
         self.events.metrics(step, values, phase)
         self._track(record)
 
-    def add_sample(self, step: int, *, reward: float, **texts: str) -> None:
-        self.samples.append({"step": step, **texts, "reward": _json_number(reward)})
+    def add_sample(self, step: int, *, reward: float, step_scores: Sequence[float] | None = None, **texts: str) -> None:
+        sample = {"step": step, **texts, "reward": _json_number(reward)}
+        if step_scores is not None:
+            sample["step_scores"] = [_json_number(score) for score in step_scores]
+        self.samples.append(sample)
         self.events.write("sample", **self.samples[-1])
 
     def replace(self, records: list[dict[str, Any]], samples: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """What a rollout becomes before it is trained on. Numpy only, so that Ray hands the arrays over without a copy."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class Scored:
 
     action_mask: bool, True where the policy chose the token. logprobs: of the policy before its update ("old").
     values: of the critic, before its update. reward_score: the reward model's raw score, NaN without one.
+    step_scores: (steps,), the probability that each step is right, by the process reward model; None without one.
     """
 
     prompt_ids: np.ndarray
@@ -26,7 +28,8 @@ class Scored:
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
     values: np.ndarray
-    reward_score: float
+    reward_score: float = math.nan
+    step_scores: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""PPO's trainer, one rank of it: policy, critic, reference and reward model in one process. rl_loop.py drives them."""
+"""PPO's trainer, one rank of it: policy, critic, reference and reward models in one process. rl_loop.py drives them."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_core.algorithms.process_reward import right_probability
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, rank_slice
 from rlhf_core.models.policy import load_policy
+from rlhf_core.models.process_scorer import ProcessScorer, load_process_scorer
 from rlhf_core.models.scorer import Scorer, last_token_scores, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+from rlhf_core.rollout.step_scores import judged_ids
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
 from rlhf_core.training.engine import TORCH_DTYPE, StepResult, TrainEngine, gathered, means
@@ -28,11 +32,11 @@ class RlTrainer(TrainerRank):
         self.settings: PpoSettings = job.settings
 
     def load(self) -> None:
-        """Loads the four models from the input artifacts `policy` (SFT) and `reward` (RM)."""
+        """Loads policy, critic and reference from the input artifact `policy`, or the critic from `reward`; and the
+        reward model `reward` and the process reward model `process` where the job has them."""
         job, settings = self.job, self.settings
         torch.manual_seed(settings.seed + self.rank)
         policy_dir = job.input_path("policy") / "model"
-        reward_dir = job.input_path("reward") / "model"
         self.tokenizer = load_tokenizer(policy_dir)
         updates = (
             settings.epochs * settings.rollout.prompts * settings.rollout.samples_per_prompt // settings.batch_size
@@ -42,17 +46,18 @@ class RlTrainer(TrainerRank):
             settings.optimizer,
             updates * (settings.steps - settings.critic.warmup_steps),
         )
-        critic_dir = reward_dir if settings.critic_init == "rm" else policy_dir
+        critic_dir = job.input_path("reward") / "model" if settings.critic_init == "rm" else policy_dir
         self.critic = self._engine(
             lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
         )
         self.reference = self._engine(lambda: self._policy_module(policy_dir), None, 0)
-        self.reward = self._engine(lambda: self._scorer_module(reward_dir), None, 0)
+        self.reward = self._frozen("reward", self._scorer_module)
+        self.process = self._frozen("process", self._process_module)
         self.policy_objective = PolicyObjective(settings.algorithm, settings.rollout.temperature)
         self.value_objective = ValueObjective(settings.algorithm)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Scored]:
-        """This rank's trajectories as the four models see them; forward passes only."""
+        """This rank's trajectories as the models see them; forward passes only."""
         scored: list[Scored] = []
         for part in chunks(trajectories, self.settings.trainer.micro_batch_size):
             inputs = model_inputs([_token_row(t) for t in part], self.tokenizer.pad_token_id)
@@ -60,7 +65,8 @@ class RlTrainer(TrainerRank):
             logprobs = self.policy.infer(**inputs, temperature=temperature).cpu()
             reference = self.reference.infer(**inputs, temperature=temperature).cpu()
             values = state_values(self.critic.infer(**inputs)).cpu()
-            rewards = last_token_scores(self.reward.infer(**inputs).cpu(), inputs["attention_mask"])
+            rewards = self._reward_scores(inputs)
+            steps = self._step_scores(part)
             for number, t in enumerate(part):
                 span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.response_ids))
                 scored.append(
@@ -71,10 +77,26 @@ class RlTrainer(TrainerRank):
                         logprobs=logprobs[number, span].numpy(),
                         ref_logprobs=reference[number, span].numpy(),
                         values=values[number, span].numpy(),
-                        reward_score=float(rewards[number]),
+                        reward_score=rewards[number],
+                        step_scores=steps[number],
                     )
                 )
         return scored
+
+    def _reward_scores(self, inputs: dict[str, torch.Tensor]) -> list[float]:
+        """The reward model's raw score of each row, NaN without one."""
+        if self.reward is None:
+            return [math.nan] * len(inputs["input_ids"])
+        return last_token_scores(self.reward.infer(**inputs).cpu(), inputs["attention_mask"]).tolist()
+
+    def _step_scores(self, part: Sequence[Trajectory]) -> list[np.ndarray] | list[None]:
+        """For each trajectory the probabilities that its steps are right, None without a process reward model."""
+        if self.process is None:
+            return [None] * len(part)
+        judged = [judged_ids(trajectory, self.tokenizer, self.process.module.tokens) for trajectory in part]
+        inputs = model_inputs([ids.tolist() for ids, _ in judged], self.tokenizer.pad_token_id)
+        probabilities = right_probability(self.process.infer(**inputs)).cpu()
+        return [probabilities[number, places].numpy() for number, (_, places) in enumerate(judged)]
 
     def train(self, step: int, rewards: Sequence[float], *shards: list[Scored]) -> dict[str, float]:
         """All passes over a rollout. `shards` are every rank's `score`, `rewards` one for each trajectory in order.
@@ -134,6 +156,19 @@ class RlTrainer(TrainerRank):
             trainer=self.settings.trainer,
             optimizer=optimizer,
             total_steps=total_steps,
+        )
+
+    def _frozen(self, name: str, module: Callable[[Path], torch.nn.Module]) -> TrainEngine | None:
+        """An engine of the input artifact's model that is not trained; None where the job has no such input."""
+        if name not in self.job.manifests:
+            return None
+        directory = self.job.input_path(name) / "model"
+        return self._engine(lambda: module(directory), None, 0)
+
+    def _process_module(self, directory: Path) -> ProcessScorer:
+        attention = self.settings.trainer.attention
+        return load_process_scorer(
+            str(directory), tokens=None, dtype=TORCH_DTYPE[self.settings.dtype], attention=attention
         )
 
     def _policy_module(self, directory: Path) -> torch.nn.Module:

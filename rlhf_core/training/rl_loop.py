@@ -12,7 +12,7 @@ from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder, rank_slice
 from rlhf_core.rollout.prompts import Prompt, completion_text, greedy_requests, rollout_requests
-from rlhf_core.rollout.rewards import RewardMix
+from rlhf_core.rollout.rewards import RewardMix, solution_verdict
 from rlhf_core.rollout.sample import Sample
 from rlhf_core.rollout.trajectory import Trajectory, single_turn
 from rlhf_core.rollout.verifiers import exact
@@ -20,6 +20,7 @@ from rlhf_core.rollout.weight_transfer import transfer_directory
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
+from rlhf_core.training.experience import Scored
 from rlhf_core.training.progress import finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
@@ -95,7 +96,7 @@ class PpoRun:
         scoring = self.trainers.start("score", per_rank=[([trajectories[i] for i in shard],) for shard in shards])
         scored = [one for shard in self.trainers.wait(scoring, "score", timeout_s=limit) for one in shard]
         sources = [
-            {"rm": one.reward_score, "exact": exact(text, label)}
+            {**self._judged(one), "exact": exact(text, label)}
             for one, text, label in zip(scored, texts, labels, strict=True)
         ]
         rewards = self.mix.totals(sources)
@@ -105,13 +106,23 @@ class PpoRun:
         clock.lap("train")
         self._send_weights(step)
         clock.lap("transfer")
-        self._show_sample(step, trajectories[0].prompt_id, texts[0], rewards[0])
+        self._show_sample(step, trajectories[0].prompt_id, texts[0], rewards[0], scored[0].step_scores)
         return {
-            **_rollout_metrics(trajectories, sources, rewards, self.mix),
+            **_rollout_metrics(trajectories, [self.mix.values(one) for one in sources], rewards),
+            **_step_metrics(scored),
             **_parity(trajectories, [one.logprobs for one in scored]),
             **trained,
             **clock.laps,
         }
+
+    def _judged(self, scored: Scored) -> dict[str, float]:
+        """What the models of rewards gave: those that this run has."""
+        judged: dict[str, float] = {}
+        if "reward" in self.job.manifests:
+            judged["rm"] = scored.reward_score
+        if scored.step_scores is not None:
+            judged["prm"] = solution_verdict(scored.step_scores.tolist(), self.settings.reward.prm_aggregate)
+        return judged
 
     def _rollout(self, step: int) -> tuple[list[Trajectory], list[str], list[str]]:
         """Trajectories of the step's prompts, their texts and labels."""
@@ -156,21 +167,31 @@ class PpoRun:
         hits = [exact(text, prompt.label) for text, prompt in zip(texts, self.eval_prompts, strict=True)]
         self.history.add(step, {"exact_match": float(np.mean(hits))}, phase="eval")
 
-    def _show_sample(self, step: int, prompt_id: int, text: str, reward: float) -> None:
+    def _show_sample(self, step: int, prompt_id: int, text: str, reward: float, step_scores: np.ndarray | None) -> None:
         prompt = next(prompt for prompt in self.prompts if prompt.prompt_id == prompt_id)
-        self.history.add_sample(step, prompt=prompt.text, response=text, label=prompt.label, reward=reward)
+        scores = None if step_scores is None else step_scores.tolist()
+        self.history.add_sample(
+            step, prompt=prompt.text, response=text, label=prompt.label, reward=reward, step_scores=scores
+        )
 
     def _measured(self) -> dict[str, Any]:
         measured: dict[str, Any] = {"steps": self.settings.steps}
         for name, phase in _MEASURED:
             values = self.history.curve(name, phase)[1]
-            measured[f"{name}/first"], measured[f"{name}/last"] = values[0], values[-1]
+            if values:
+                measured[f"{name}/first"], measured[f"{name}/last"] = values[0], values[-1]
         for name in ("parity/max", "parity/mean"):
             measured[name] = max(self.history.curve(name)[1])
         return measured
 
 
-_MEASURED = (("reward", "train"), ("reward/rm", "train"), ("reward/exact", "train"), ("exact_match", "eval"))
+_MEASURED = (
+    ("reward", "train"),
+    ("reward/rm", "train"),
+    ("reward/prm", "train"),
+    ("reward/exact", "train"),
+    ("exact_match", "eval"),
+)
 
 
 class _Clock:
@@ -187,14 +208,25 @@ class _Clock:
 
 
 def _rollout_metrics(
-    trajectories: Sequence[Trajectory], sources: Sequence[dict[str, float]], rewards: Sequence[float], mix: RewardMix
+    trajectories: Sequence[Trajectory], sources: Sequence[dict[str, float]], rewards: Sequence[float]
 ) -> dict[str, float]:
+    """sources: each trajectory's values by source, as they are weighted."""
     return {
         "reward": float(np.mean(rewards)),
-        "reward/rm": float(np.mean([mix.normalised_rm(one["rm"]) for one in sources])),
-        "reward/exact": float(np.mean([one["exact"] for one in sources])),
+        **{f"reward/{name}": float(np.mean([one[name] for one in sources])) for name in sources[0]},
         "response_tokens": float(np.mean([len(t.response_ids) for t in trajectories])),
         "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+    }
+
+
+def _step_metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    """What the process reward model found; nothing without one. A response without a step counts as a verdict of 0."""
+    steps = [one.step_scores for one in scored if one.step_scores is not None]
+    if not steps:
+        return {}
+    return {
+        "steps": float(np.mean([len(one) for one in steps])),
+        "without_steps": float(np.mean([len(one) == 0 for one in steps])),
     }
 
 

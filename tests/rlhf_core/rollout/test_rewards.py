@@ -8,7 +8,7 @@ from rlhf_core.rollout.rewards import RewardMix, solution_verdict
 
 def test_the_total_is_the_weighted_sum_of_the_measured_sources():
     mix = RewardMix(RewardSettings(rm=0.5, prm=2.0, exact=1.0), rm_mean=3.0, rm_std=2.0)
-    # 0.5 * (7 - 3) / 2 + 2 * 0.25 + 1 * 1
+    # By hand: the score 7 counts (7 - 3) / 2 = 2, so half of that, twice a quarter, and one.
     assert mix.total({"rm": 7.0, "prm": 0.25, "exact": 1.0}) == pytest.approx(2.5)
     assert mix.values({"rm": 7.0, "exact": 1.0}) == {"rm": 2.0, "exact": 1.0}
     assert mix.totals([{"rm": 7.0}, {"exact": 1.0}]) == [1.0, 1.0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core.config.rl import CriticSettings, PpoSettings, RolloutSettings
+from rlhf_core.config.rl import CriticSettings, PpoSettings, RewardSettings, RolloutSettings
 from rlhf_core.config.training import OptimizerSettings, TrainerSettings
 from rlhf_core.store.artifacts import publish
 from rlhf_core.store.keys import canonical_json, sha256_text
@@ -28,7 +28,7 @@ def published(store: Store, stage: str, model: str, directory: Path) -> Manifest
     return publish(store, local_dir=directory, manifest_fields=fields, lease=None)
 
 
-@pytest.mark.parametrize(("init", "attention"), [("rm", "eager"), ("sft", "sdpa")])
+@pytest.mark.parametrize(("init", "attention"), [("rm", "eager"), ("policy", "sdpa")])
 def test_trainer_follows_its_settings(
     groups: Any, llama: str, scorer: str, trajectories: Any, tmp_path: Path, init: Any, attention: Any
 ) -> None:
@@ -45,6 +45,7 @@ def test_trainer_follows_its_settings(
         optimizer=OptimizerSettings(lr=1e-2),
         critic=CriticSettings(optimizer=OptimizerSettings(lr=1e-2), init=init, warmup_steps=1),
         rollout=RolloutSettings(prompts=8, max_new_tokens=16, max_prompt_len=16),
+        reward=RewardSettings(rm=1.0),
         steps=3,
         batch_size=8,
         dtype="float32",

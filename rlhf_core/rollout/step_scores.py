@@ -1,0 +1,25 @@
+"""What a process reward model reads of a sampled response: its own tokens, with a placeholder behind each step."""
+
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.placeholders import place_steps, split_steps, step_ends
+from rlhf_core.models.process_scorer import StepTokens
+from rlhf_core.rollout.trajectory import Trajectory
+
+
+def judged_ids(trajectory: Trajectory, tokenizer: Any, tokens: StepTokens) -> tuple[np.ndarray, list[int]]:
+    """(token ids up to the last placeholder, the placeholders' positions); without a step: the prompt and [].
+
+    Steps are what stands between separators, as in training; a response that was cut off ends in a step as well.
+    """
+    prompt, response = trajectory.prompt_ids, trajectory.response_ids
+    if len(response) and response[-1] == tokenizer.eos_token_id:
+        response = response[:-1]
+    text = tokenizer.decode(response.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    ends = step_ends(tokenizer, response.tolist(), split_steps(text, tokens.separator))
+    # Two steps that end in one token are judged together.
+    places = sorted({len(prompt) + end for end in ends})
+    ids, positions = place_steps(np.concatenate([prompt, response]), places, tokens.placeholder)
+    return (ids[: positions[-1] + 1], positions) if positions else (prompt, [])
