@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-CHUNK = 256  # positions whose logits exist at one time
+CHUNK_ELEMENTS = 2**25  # logits that exist at one time: 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(f(h W^T + b) / temperature)[label], in float32, CHUNK positions at a time, in both directions.
+    """log softmax(f(h W^T + b))[label] in float32, for some positions at a time, in both directions.
 
     Saved for the backward are the inputs and the log-normaliser (N,); logits are computed again.
     """
@@ -39,8 +39,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, form: LogitTransform
     ) -> Tensor:
+        rows = _rows(weight_VH)
         lse, taken = [], []
-        for hidden, labels in zip(hidden_NH.split(CHUNK), labels_N.split(CHUNK), strict=True):
+        for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
             logits = _transformed(functional.linear(hidden, weight_VH, bias_V), form)
             lse.append(torch.logsumexp(logits, dim=-1))
             taken.append(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
@@ -54,21 +55,18 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, labels_N, lse_N = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
-        # Sums over chunks in float32: bfloat16 would round after each.
         grad_weight = torch.zeros_like(weight_VH, dtype=_sum_dtype(weight_VH)) if wants_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=_sum_dtype(bias_V)) if wants_bias else None
-        for start in range(0, len(hidden_NH), CHUNK):
-            part = slice(start, start + CHUNK)
+        rows = _rows(weight_VH)
+        for start in range(0, len(hidden_NH), rows):
+            part = slice(start, start + rows)
             hidden = hidden_NH[part]
             logits = _transformed(functional.linear(hidden, weight_VH, bias_V), ctx.form)
-            delta = -torch.exp(logits - lse_N[part].unsqueeze(-1))
-            delta.scatter_add_(-1, labels_N[part].unsqueeze(-1), torch.ones_like(delta[:, :1]))
-            delta.mul_(grads[0][part].unsqueeze(-1))
-            delta = _back_through(delta, logits, ctx.form).to(hidden.dtype)
+            delta = _grad_logits(logits, lse_N[part], labels_N[part], grads[0][part], ctx.form).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = delta @ weight_VH
             if grad_weight is not None:
-                grad_weight += delta.T @ hidden
+                _add_product(grad_weight, delta.T, hidden)
             if grad_bias is not None:
                 grad_bias += delta.sum(0)
         return (
@@ -80,15 +78,33 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
+def _rows(weight_VH: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // len(weight_VH))
+
+
 def _transformed(logits: Tensor, form: LogitTransform) -> Tensor:
-    logits = logits.to(_sum_dtype(logits)) * form.scale
-    return logits if form.cap is None else torch.tanh(logits / form.cap) * form.cap
-
-
-def _back_through(delta: Tensor, logits: Tensor, form: LogitTransform) -> Tensor:
+    """In float32. Makes one new tensor at most, and none where there is nothing to do."""
+    logits = logits.to(_sum_dtype(logits))
     if form.cap is not None:
-        delta = delta * (1 - (logits / form.cap) ** 2)
-    return delta * form.scale
+        return torch.tanh(logits * (form.scale / form.cap)) * form.cap
+    return logits if form.scale == 1.0 else logits * form.scale
+
+
+def _grad_logits(logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor, form: LogitTransform) -> Tensor:
+    """The gradient of the head's output before its transform: grad * (onehot - softmax) * f'. Changes `logits`."""
+    slope = form.scale if form.cap is None else form.scale * (1 - (logits / form.cap) ** 2)
+    delta = logits.sub_(lse.unsqueeze(-1)).exp_().neg_()
+    delta.scatter_add_(-1, labels.unsqueeze(-1), torch.ones_like(delta[:, :1]))
+    delta.mul_(grad.unsqueeze(-1))
+    return delta if form == LogitTransform() else delta.mul_(slope)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right. In float32 for bfloat16 factors too, which would be rounded at each addition."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -113,7 +113,7 @@ def test_the_check_leaves_the_model_as_it_was():
 @pytest.mark.parametrize("form", [LogitTransform(), LogitTransform(0.5, 2.0)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_chunked_function_passes_gradcheck(monkeypatch: pytest.MonkeyPatch, form: LogitTransform, bias: bool):
-    monkeypatch.setattr(head, "CHUNK", 3)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 3 * 5)
     torch.manual_seed(0)
     hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     plain = nn.Linear(4, 5, bias=bias, dtype=torch.float64)
@@ -134,7 +134,12 @@ def test_logits_of_a_few_tokens_are_those_of_the_model():
     wanted = model(input_ids=ids).logits[..., [7, 3]]
     policy = Policy(model)
     hidden, _ = hidden_states(model, ids, position_ids=None)
-    torch.testing.assert_close(policy.head(hidden, tokens=(7, 3)), wanted, rtol=1e-5, atol=1e-5)
+    got = policy.head(hidden, tokens=(7, 3))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    grads = [
+        torch.autograd.grad(logits.square().sum(), policy.head.weight, retain_graph=True)[0] for logits in (wanted, got)
+    ]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
