@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,16 +39,46 @@ from rlhf_core.models.scorer import Scorer
 ADAPTER_DIRECTORY = "adapter"
 _WEIGHTS, _CONFIG, _BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 _AUTO: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
-# Relative L2 error on the probe, computed in float32: order of summation, and weights that were rounded to 16 bits.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+_TOLERANCE = 1e-4  # relative L2 error on the probe of weights merged in float32: the order of summation alone
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge_adapter` wrote. difference: relative L2 error of its outputs against base and adapter in peft."""
+    """What `merge_adapter` wrote. difference: relative L2 error of its outputs against base and adapter in peft, which
+    in 16 bits is what rounding the merged weights costs."""
 
     kind: Literal["causal", "reward", "process"]
     difference: float
+
+
+def is_quantised(lm: PreTrainedModel) -> bool:
+    """Whether its frozen weights are stored in 4 bits, where no adapter can be merged into them."""
+    return "quantization_config" in lm.config.to_dict()
+
+
+def export_model(
+    lm: PreTrainedModel,
+    directory: Path,
+    state: dict[str, Tensor],
+    adapter: dict[str, Tensor],
+    base_digest: str | None,
+) -> None:
+    """Writes the whole model and, if it has one, its adapter beside it.
+
+    Args:
+        state: (Hugging Face name, whole tensor) of all weights, adapters merged. Not read of a quantised model, whose
+            adapter is merged into the base as it is on disk.
+        adapter, base_digest: as for `write_adapter`; empty and None for a model without an adapter.
+    """
+    if not is_quantised(lm):
+        lm.save_pretrained(directory, state_dict=state)
+    if base_digest is None:
+        return
+    written = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    write_adapter(written, lm, adapter, base_digest)
+    if is_quantised(lm):
+        merge_adapter(str(lm.name_or_path), written, directory, base_digest=None)
+    os.replace(written, directory / ADAPTER_DIRECTORY)
 
 
 def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tensor], base_digest: str) -> None:
@@ -64,7 +95,9 @@ def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tenso
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, directory / _WEIGHTS, {"format": "pt"})
     config.save_pretrained(str(directory))
-    lm.config.save_pretrained(directory)
+    model_config = copy.deepcopy(lm.config)
+    model_config.__dict__.pop("quantization_config", None)  # of these weights, not of what is merged from them
+    model_config.save_pretrained(directory)
     (directory / _BASE).write_text(json.dumps({"digest": base_digest, "path": lm.name_or_path}, indent=2))
 
 
@@ -81,8 +114,8 @@ def merge_adapter(
 ) -> Merged:
     """Writes base and adapter as one model in Hugging Face layout, with tokenizer and chat template, or nothing.
 
-    Before the directory appears, it is loaded by transformers and its outputs on a probe are compared with those of
-    base and adapter in peft.
+    Before the directory appears, transformers loads it. The merged weights must give, in float32, what base and adapter
+    give in peft, and what was loaded must be these weights, rounded.
 
     Args:
         out: a directory that does not exist, or is empty.
@@ -100,19 +133,11 @@ def merge_adapter(
     if base_digest is not None:
         _check_base(base, base_digest, adapter)
     lm = _with_adapter(base, adapter, task, dtype)
-    allowed = _TOLERANCE[lm.dtype]
-    named = ((name, parameter.detach()) for name, parameter in lm.named_parameters())
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
-        lm.save_pretrained(temporary, state_dict=dict(merged_state(lm, named)))
+        lm.save_pretrained(temporary, state_dict=dict(merged_state(lm, _named(lm))))
         _copy_tokenizer(adapter, base, temporary)
-        difference = _difference(lm.float(), task, temporary)
-        if not difference <= allowed:
-            raise SettingsError(
-                f"the merged model's outputs differ from those of {base} with {adapter} by {difference:.1e} (relative "
-                f"L2; allowed is {allowed:.0e}), so nothing was written; merge in float32 to see whether "
-                f"rounding does it"
-            )
+        difference = _checked(lm, task, temporary)
         os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -176,16 +201,40 @@ def _model_config(base: Path, adapter: Path, task: str, given: dict[str, list[in
     return AutoConfig.from_pretrained(base, trust_remote_code=False, **labels)
 
 
-def _difference(lm: PreTrainedModel, task: str, directory: Path) -> float:
-    """Relative L2 error, on tokens drawn from the whole vocabulary, of the model in `directory` against `lm`."""
+@torch.no_grad()
+def _checked(lm: PreTrainedModel, task: str, directory: Path) -> float:
+    """`Merged.difference` of the model in `directory`. Raises SettingsError unless it is `lm`, merged and rounded.
+
+    Both models are in float32 afterwards, `lm` with its adapter as before.
+    """
+    merged = _AUTO[task].from_pretrained(directory, dtype="auto", trust_remote_code=False, use_safetensors=True).eval()
     vocabulary = lm.config.get_text_config().vocab_size
     probe = torch.randint(vocabulary, (4, 16), generator=torch.Generator().manual_seed(0))
-    merged = _AUTO[task].from_pretrained(directory, dtype=lm.dtype, trust_remote_code=False, use_safetensors=True)
-    expected, given = _outputs(lm, task, probe), _outputs(merged.eval(), task, probe)
+    expected = _outputs(lm.float(), task, probe)
+    written = {name: parameter.dtype for name, parameter in merged.named_parameters()}
+    difference = _error(_outputs(merged.float(), task, probe), expected)
+    parameters = dict(merged.named_parameters())
+    for name, tensor in merged_state(lm, _named(lm)):
+        if not torch.equal(parameters[name], tensor.to(written[name]).float()):
+            raise SettingsError(f"{name} of the merged model was not read back as it was written; nothing was kept")
+        parameters[name].copy_(tensor)
+    exact = _error(_outputs(merged, task, probe), expected)
+    if not exact <= _TOLERANCE:
+        raise SettingsError(
+            f"the merged model's outputs differ by {exact:.1e} (relative L2; allowed is {_TOLERANCE:.0e}) from those "
+            f"of base and adapter in peft, so nothing was kept; this model's layers are not what merging takes them for"
+        )
+    return difference
+
+
+def _named(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in lm.named_parameters())
+
+
+def _error(given: Tensor, expected: Tensor) -> float:
     return float((given - expected).norm() / expected.norm())
 
 
-@torch.no_grad()
 def _outputs(lm: PreTrainedModel, task: str, probe: Tensor) -> Tensor:
     """Logits of all tokens, or scores at all of them."""
     if task == "CAUSAL_LM":

@@ -113,7 +113,7 @@ def test_bfloat16_base_and_another_dtype(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype="bfloat16")
     trained("causal", base, tmp_path / "adapter")
     digest = directory_digest(base)
-    assert merge_adapter(base, tmp_path / "adapter", tmp_path / "16", base_digest=digest).difference < 0.02
+    assert 1e-4 < merge_adapter(base, tmp_path / "adapter", tmp_path / "16", base_digest=digest).difference < 0.05
     wide = merge_adapter(base, tmp_path / "adapter", tmp_path / "32", base_digest=digest, dtype=torch.float32)
     assert wide.difference < 1e-5
     dtypes = [AutoModelForCausalLM.from_pretrained(tmp_path / out, dtype="auto").dtype for out in ("16", "32")]
@@ -198,7 +198,7 @@ def test_a_merged_model_that_gives_something_else_is_not_kept(
     trained("causal", base, tmp_path / "adapter")
     # As a merge that forgot the adapters.
     monkeypatch.setattr("rlhf_core.models.lora._merged", lambda layer, *, base, a, b: base.clone())
-    with pytest.raises(SettingsError, match=r"outputs differ .* so nothing was written"):
+    with pytest.raises(SettingsError, match=r"outputs differ by .* so nothing was kept"):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "out", base_digest=None)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
