@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
-from rlhf_core.models.export import ADAPTER_DIRECTORY, write_adapter
+from rlhf_core.models.export import export_model, is_quantised
 from rlhf_core.models.lora import adapter_state, is_adapter, merged_state
 from rlhf_core.store.keys import directory_digest
 from rlhf_core.training.ds_config import ds_config, lr_factor
@@ -243,11 +243,11 @@ class TrainEngine:
         """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this."""
         lm = self.module.lm
         adapter = adapter_state(self._whole_parameters(wanted=is_adapter))
-        state = {name: tensor for name, tensor in self.full_parameters() if self.rank == 0}
+        whole = () if is_quantised(lm) else self.full_parameters()
+        state = {name: tensor for name, tensor in whole if self.rank == 0}
         if self.rank == 0:
-            lm.save_pretrained(directory, state_dict=state)
-            if adapter:
-                write_adapter(Path(directory) / ADAPTER_DIRECTORY, lm, adapter, directory_digest(lm.name_or_path))
+            base_digest = directory_digest(lm.name_or_path) if adapter else None
+            export_model(lm, Path(directory), state, adapter, base_digest)
         dist.barrier()
 
     # -- training checkpoints -----------------------------------------------------------------------------------
