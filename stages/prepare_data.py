@@ -6,10 +6,9 @@ from typing import Any
 
 from rlhf_core.config.data import PrepareDataSettings
 from rlhf_core.data.loading import LoadedData, load_data
-from rlhf_core.data.report import counts_of, data_report, row_lengths, summary_markdown
+from rlhf_core.data.report import counts_of, data_report, plot_lengths, summary_markdown
 from rlhf_core.data.rows import write_jsonl
 from rlhf_core.store.keys import sha256_file
-from rlhf_core.tracking.histograms import plot_lengths
 from stages.definition import Stage, StageContext, StageResult
 from stages.inputs import check_unchanged, data_fingerprints
 
@@ -42,9 +41,7 @@ def _write(context: StageContext, data: LoadedData, report: dict[str, Any]) -> d
     for name, rows in parts.items():
         write_jsonl(files / name, rows)
     (files / "data_report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
-    names = {"rows.jsonl": "training", "eval.jsonl": "held out"}
-    lengths = {names[name]: row_lengths(rows) for name, rows in parts.items()}
-    plot_lengths(files / "plots" / "lengths.png", report["dataset"], lengths, xlabel="characters in a row")
+    plot_lengths(files / "plots" / "lengths.png", report)
     return {name: sha256_file(files / name) for name in parts}
 
 

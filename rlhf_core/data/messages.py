@@ -151,8 +151,8 @@ def _read_call(raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """Tool descriptions, from a list or JSON text, each as {"type": "function", "function": {"name", ...}}."""
-    tools = _parsed(value, "column tools")
+    tools = [] if is_empty(value) else _parsed(value, "column tools")
     tools = [tools] if isinstance(tools, dict) else tools
     if not is_empty(tools) and not looks_like_messages(tools):
         raise BadRow("column tools is not a list of objects", shown(value))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or []]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]

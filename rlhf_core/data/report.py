@@ -3,11 +3,17 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhf_core.config.shapes import DatasetKind
 from rlhf_core.data.loading import LoadedData, Reading
 from rlhf_core.data.rows import Row
+from rlhf_core.tracking.plots import plot_histogram
+
+_BINS = 20
 
 
 def data_report(kind: DatasetKind, data: LoadedData) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def data_report(kind: DatasetKind, data: LoadedData) -> dict[str, Any]:
             }
             for source, taken in zip(data.sources, data.taken, strict=True)
         ],
-        "characters": _quantiles(row_lengths(data.rows)),
+        "characters": _lengths(row_lengths(data.rows)),
         "example": data.rows[0],
     }
 
@@ -69,6 +75,13 @@ def summary_markdown(report: dict[str, Any]) -> str:
     lines += ["", "| column | first row |", "|---|---|"]
     lines += [f"| {name} | `{_cell(value)}` |" for name, value in report["example"].items()]
     return "\n".join(lines) + "\n"
+
+
+def plot_lengths(path: Path, report: dict[str, Any]) -> None:
+    """The lengths of a report's training rows as a histogram, PNG."""
+    lengths = report["characters"]
+    title = f"{report['dataset']}: {report['rows']} rows"
+    plot_histogram(path, title, lengths["edges"], lengths["counts"], xlabel="characters in a row", ylabel="rows")
 
 
 def _source_line(source: dict[str, Any], taken: str) -> str:
@@ -118,6 +131,10 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _quantiles(lengths: list[int]) -> dict[str, int]:
+def _lengths(lengths: list[int]) -> dict[str, Any]:
+    """Quantiles, and a histogram: counts[i] rows have edges[i] <= length < edges[i + 1]."""
     ordered = sorted(lengths)
-    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
+    edges = np.unique(np.linspace(0, ordered[-1] + 1, _BINS + 1).astype(int))
+    counts, _ = np.histogram(ordered, edges)
+    quantiles = {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
+    return {**quantiles, "edges": edges.tolist(), "counts": counts.tolist()}

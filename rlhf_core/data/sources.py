@@ -29,7 +29,8 @@ def read_path(url: str, split: str | None) -> list[Row]:
     else:
         rows = _pick_split(url, _read(url, suffix), split)
     if not rows:
-        raise DataError(f"data file {url} has no rows{f' in split {split}' if split else ''}; give at least one")
+        where = f" in split {split}" if split else ""
+        raise DataError(f"data file {url} has no rows{where}; give a file with at least one")
     if not all(isinstance(row, dict) for row in rows):
         raise DataError(f"data file {url} holds rows that are not objects with named columns")
     return rows

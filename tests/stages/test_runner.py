@@ -61,14 +61,15 @@ def test_a_stage_runs_alone_to_a_published_artifact(spec_of, tmp_path):
     store = Store(f"{tmp_path}/store")
     manifest = read_manifest(store, "prepare-data", planned.key.key)
     assert manifest is not None
-    assert manifest.metrics == {"rows": 20, "eval_rows": 0}
+    assert (manifest.metrics["rows"], manifest.metrics["eval_rows"], manifest.metrics["rows_dropped"]) == (20, 0, 0)
     files = fetch(store, manifest, tmp_path / "out")
     rows = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 20
     assert all(eval(row["prompt"].rstrip("=")) == int(row["label"]) for row in rows)
     kinds = [event["type"] for event in read_events(tmp_path / "scratch" / "one" / "events.jsonl")]
     assert kinds == ["phase", "metrics", "progress", "phase", "summary"]
-    assert json.loads((files / "metrics.jsonl").read_text()) == {"step": 0, "phase": "data", "rows": 20, "eval_rows": 0}
+    recorded = json.loads((files / "metrics.jsonl").read_text())
+    assert recorded == {"step": 0, "phase": "data", **manifest.metrics}
 
 
 def test_a_published_stage_is_not_run_again(spec_of, tmp_path):
@@ -119,7 +120,7 @@ def test_an_empty_data_set_and_missing_columns(spec_of, tmp_path):
     fails(run(path), f"{data} has no rows; give a file with at least one")
     data.write_text('{"question": "a", "label": "b"}\n')
     path, _ = spec_of(overrides=[f"data.prompts={{path: {data}}}"])
-    fails(run(path), "has no column prompt; it has label, question")
+    fails(run(path), "fits no shape of this data set")
     assert nothing_published(tmp_path)
     error = first_error(tmp_path / "scratch" / "one" / "events.jsonl")
     assert error is not None
