@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -141,11 +141,14 @@ def _create_run(api: Api, running: Services, pipeline: Path, overrides: list[str
             raise
         services.register_pipeline(Path.cwd(), running, pipeline)
         deployment = api.get(path)
-    # What the file leaves out stays out: it is not that of the registered file of the same name.
-    absent = dict.fromkeys(SECTION_DATA) | {"run": {}}
-    parameters = absent | read_pipeline(pipeline) | {"set": overrides}
-    body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+    body = {"parameters": run_parameters(pipeline, overrides), "state": {"type": "SCHEDULED"}}
     return api.post(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
+
+
+def run_parameters(pipeline: Path, overrides: list[str]) -> dict[str, Any]:
+    """The flow's parameters, every one: Prefect takes what is left out from the registered file of the same name."""
+    absent = dict.fromkeys(SECTION_DATA) | {"run": {}}
+    return absent | read_pipeline(pipeline) | {"set": overrides}
 
 
 def _published(planned: list[PlannedStage], store: Store) -> dict[str, bool]:

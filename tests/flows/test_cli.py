@@ -8,14 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 from flows import follow, services
 from flows.api import Api
-from flows.cli import app
+from flows.cli import app, run_parameters
 from flows.follow import MemoryPeak, NodeView, RunView
 from flows.processes import identify
+from flows.sft_rm_ppo import resolve
+from rlhf_core.config.pipeline import load_pipeline, read_pipeline
 
 DEMO = Path(__file__).parents[2] / "deployments" / "pipelines" / "demo.yaml"
 LLAMA = DEMO.with_name("llama3-8b.yaml")
@@ -169,6 +172,19 @@ def test_a_server_that_refuses_or_fails_for_long_does(monkeypatch: pytest.Monkey
         monkeypatch.setattr(follow, "PATIENCE_S", -1.0)
     with pytest.raises(httpx.HTTPStatusError, match=str(code)):
         follow_answers(status(code), {"state_type": "COMPLETED"})
+
+
+def test_a_section_that_a_file_leaves_out_is_not_that_of_the_registered_file(tmp_path: Path):
+    mine = tmp_path / "demo.yaml"
+    values = read_pipeline(DEMO)
+    values["ppo"]["reward"] = {"exact": 1.0}
+    mine.write_text(yaml.safe_dump({name: value for name, value in values.items() if name not in ("rm", "run")}))
+    # What Prefect makes of a registered deployment's parameters and those of a run.
+    merged = read_pipeline(DEMO) | run_parameters(mine, ["ppo.steps=7"])
+    overrides = merged.pop("set")
+    settings = resolve(merged, overrides)
+    assert settings == load_pipeline(mine, ["ppo.steps=7"])
+    assert settings.rm is None
 
 
 def test_down_where_nothing_is_up_is_fine(rlhf):
