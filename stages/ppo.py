@@ -20,7 +20,7 @@ def ppo(context: StageContext) -> StageResult:
 
     settings: PpoSettings = context.settings
     mix = _check_contract(context)
-    check_resumable(context.store, context.stage, context.key, settings.trainer)
+    check_resumable(context.store, context.stage, context.key, settings)
     tokenizer = load_tokenizer(context.inputs["policy"] / "model")
     limit = settings.rollout.max_prompt_len
     prompts, dropped = load_prompts(context.inputs["prompts"] / "rows.jsonl", tokenizer, limit)

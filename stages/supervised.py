@@ -1,5 +1,6 @@
 """What the supervised stages share: checks, tokens, a group of ranks, the training loop, the export, the loss plot."""
 
+import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     settings: SupervisedSettings = context.settings
     directory = model_directory(context)
     check_inputs(context, directory)
-    check_resumable(context.store, context.stage, context.key, settings.trainer)
+    check_resumable(context.store, context.stage, context.key, settings)
     tokens = tokenise(context, load_tokenizer(directory))
     cluster = context.run.cluster
     job = context.job(tokens.keys)
@@ -78,12 +79,20 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     trained = Trained(
         context.files,
         {**tokens.counts, **measured, "first_loss": losses[0], "last_loss": losses[-1]},
-        model={**facts, "model_class": model_class, "dtype": settings.dtype},
+        model={**facts, **adapter_facts(settings, Path(model)), "model_class": model_class, "dtype": settings.dtype},
         history=history,
         tokens=tokens,
     )
     trained.plot("loss.png", f"{context.stage}: loss", {"loss": "loss"})
     return trained
+
+
+def adapter_facts(settings: SupervisedSettings, model: Path) -> dict[str, Any]:
+    """What the manifest says of an exported adapter: its rank and scale, and the digest of the model it belongs to."""
+    if settings.lora is None:
+        return {}
+    base = json.loads((model / "adapter" / "base.json").read_text(encoding="utf-8"))
+    return {"lora": {"rank": settings.lora.rank, "alpha": settings.lora.alpha, "base_digest": base["digest"]}}
 
 
 def model_directory(context: StageContext) -> Path:
