@@ -21,13 +21,17 @@ PROCESS_REWARD = "process_reward"  # in the model's config.json
 class StepTokens:
     """What turns a solution into the model's input and its logits into verdicts; kept in the model's config.json.
 
-    placeholder: id of the token that stands behind each step. verdicts: ids of the reward tokens, that of a right step
-    first. separator: text that joins steps.
+    Attributes:
+        placeholder: id of the token that stands behind each step.
+        verdicts: ids of the reward tokens, that of a right step first.
+        separator: text that joins steps.
+        template: text.input_template where prompts go through it; None where they go through the chat template.
     """
 
     placeholder: int
     verdicts: tuple[int, ...]
     separator: str
+    template: str | None = None
 
     def write_into(self, lm: PreTrainedModel) -> None:
         """Into the configuration that is saved with the model."""
@@ -43,7 +47,7 @@ class StepTokens:
                 f"{directory} is no process reward model: its config.json has no {PROCESS_REWARD}; give the model of a "
                 f"prm stage"
             ) from None
-        return cls(values["placeholder"], tuple(values["verdicts"]), values["separator"])
+        return cls(values["placeholder"], tuple(values["verdicts"]), values["separator"], values["template"])
 
 
 class ProcessScorer(CausalModel):
