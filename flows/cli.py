@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -19,6 +19,7 @@ from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import SECTION_DATA, load_pipeline, read_pipeline
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
+from rlhf_core.store.keys import directory_digest
 from rlhf_core.store.store import Store
 from stages.plan import PlannedStage, plan_pipeline
 
@@ -111,6 +112,27 @@ def demo() -> None:
             if own:
                 services.down(project)
             console.print(f"wall time: {time.monotonic() - started:.0f} s")
+
+
+@app.command()
+def merge_lora(
+    base: Annotated[Path, typer.Option(help="Directory of the model that the adapter was trained on.")],
+    adapter: Annotated[Path, typer.Option(help="Directory of the adapter, such as MODEL/adapter.")],
+    out: Annotated[Path, typer.Option(help="New directory for the merged model and its tokenizer.")],
+    any_base: Annotated[bool, typer.Option("--any-base", help="Take any base.")] = False,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")] = None,
+) -> None:
+    """Merge a LoRA adapter into its base model, causal or reward; checked before it is written."""
+    # Imported here: no other command needs torch.
+    import torch
+
+    from rlhf_core.models.export import merge_adapter
+
+    with _one_line_errors():
+        digest = None if any_base else directory_digest(base)
+        merged = merge_adapter(base, adapter, out, base_digest=digest, dtype=getattr(torch, dtype) if dtype else None)
+    error = f"outputs differ from base and adapter by {merged.difference:.1e} (relative)"
+    console.print(f"{out}: merged {merged.kind} model; {error}", soft_wrap=True)
 
 
 def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> None:
