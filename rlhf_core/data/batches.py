@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core.data.chat import ChatTemplate, Message, as_messages
 from rlhf_core.data.errors import TokenError
+from rlhf_core.data.spans import Speller
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,9 @@ class Exchange:
     response_start: int
 
 
-def render_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of the prompt as one user turn, up to where the assistant begins."""
-    if not tokenizer.chat_template:
-        raise TokenError("the tokenizer has no chat template; give a model whose tokenizer has one")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+def render_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> list[int]:
+    """Token ids of the prompt, a user turn or a conversation, up to where the assistant begins."""
+    return Speller(tokenizer).ids(ChatTemplate(tokenizer).prompt(as_messages(prompt, "user")))
 
 
 def render_exchange(tokenizer: Any, prompt: str, response: str) -> Exchange:

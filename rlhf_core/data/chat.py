@@ -41,6 +41,7 @@ class Turn:
 
     prompt: characters that generation is given before it. start, end: of what is trained on. content: where the
     message's content lies, None if the template writes it in another form (with its think block taken apart).
+    unreasoned: the message has reasoning that the template does not write.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Turn:
     start: int
     end: int
     content: tuple[int, int] | None
+    unreasoned: bool
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,14 @@ class ChatTemplate:
         for group in reversed(groups):
             last = turns[group[0]]
             members = [(turns[i], weights[i]) for i in reversed(group)]
-            spans = tuple(Span(turn.start, turn.end, weight) for turn, weight in members)
-            parts.append(Part(last.text[: last.end], spans, tuple(turn.prompt for turn, _ in members)))
+            parts.append(
+                Part(
+                    last.text[: last.end],
+                    spans=tuple(Span(turn.start, turn.end, weight) for turn, weight in members),
+                    borders=tuple(turn.prompt for turn, _ in members),
+                    unreasoned=sum(turn.unreasoned for turn, _ in members),
+                )
+            )
         return parts
 
     def turn(self, messages: Sequence[Message], i: int, tools: Sequence[Any] | None = None) -> Turn:
@@ -138,6 +146,7 @@ class ChatTemplate:
             start=len(prompt) + start,
             end=len(prompt) + end,
             content=content and (len(prompt) + content[0], len(prompt) + content[1]),
+            unreasoned=_squeezed(message.get("reasoning_content") or "") not in _squeezed(completion),
         )
         if _MARKERS.search(self.source(tools)):
             self._check_markers(turn, marked, context, tools)
@@ -338,6 +347,8 @@ def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _common_length(a: str, b: str) -> int:
     """Characters with which both begin."""
+    if b.startswith(a):
+        return len(a)
     return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

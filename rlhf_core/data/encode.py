@@ -149,8 +149,9 @@ class Encoder:
 
     def _solution(self, row: Row, separator: str) -> Draft:
         """Prompt and solution, up to its end marker, with the steps' ends as marks."""
-        steps = row["steps"]
-        solution = separator.join(steps)
+        # A step that brings its separator along gets no second one; it ends before it either way.
+        steps = [step.removesuffix(separator) for step in row["steps"]]
+        solution = separator.join(steps) + (separator if row["steps"][-1] != steps[-1] else "")
         ends = np.cumsum([len(step) + len(separator) for step in steps]) - len(separator)
         if self._template is None:
             return Draft((self._prompt(row), Part(solution, (Span(0, len(solution)),), marks=tuple(ends.tolist()))))
@@ -242,7 +243,7 @@ class Encoder:
                     continue
                 except TokenError as error:
                     raise TokenError(f"row {number + 1}: {error}") from None
-                counts.keep(item)
+                counts.keep(item, sum(part.unreasoned for draft in one.drafts for part in draft.parts))
                 items.append(item)
                 row_ids.append(number)
         report = counts.report(show_item(self.tokenizer, items[0]) if items else "")

@@ -28,13 +28,14 @@ class Part:
     """A text that is encoded as one.
 
     borders: lengths of its beginnings that generation is given as prompts. marks: ends of steps, in characters; asked
-    for is the token that holds the character before each.
+    for is the token that holds the character before each. unreasoned: turns whose reasoning the text does not hold.
     """
 
     text: str
     spans: tuple[Span, ...] = ()
     borders: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
+    unreasoned: int = 0
 
 
 @dataclass(frozen=True)

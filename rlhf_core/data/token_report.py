@@ -44,7 +44,8 @@ class TokenReport:
     """rows + unrolled = items + all that was dropped.
 
     unrolled: items beyond one a row, from conversations whose template rewrites earlier turns. cut: items that lost
-    their end to max_len. trained_tokens: those of weight > 0. example: the first item, trained text in ⟦ ⟧.
+    their end to max_len. trained_tokens: those of weight > 0. unreasoned: turns trained on without their
+    reasoning_content, which the chat template does not write. example: the first item, trained text in ⟦ ⟧.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class TokenReport:
     samples: int
     tokens: int
     trained_tokens: int
+    unreasoned: int
     lengths: Lengths | None
     example: str
 
@@ -72,7 +74,7 @@ class TokenReport:
 
     def figures(self) -> dict[str, int]:
         """The counts, as metrics."""
-        names = ("rows", "unrolled", "items", "cut", "samples", "tokens", "trained_tokens")
+        names = ("rows", "unrolled", "items", "cut", "samples", "tokens", "trained_tokens", "unreasoned")
         return {name: getattr(self, name) for name in names} | {"dropped": self._dropped()}
 
     def drops_in_words(self) -> str:
@@ -98,6 +100,8 @@ class TokenReport:
                 f"| a sample | {one.min} | {one.median:g} | {one.mean:.1f} | {one.p95:g} | {one.max} |",
                 "",
             ]
+        if self.unreasoned:
+            lines += [f"The chat template leaves out the reasoning of {self.unreasoned} turns.", ""]
         if self.dropped:
             lines += ["| dropped because | items | first row |", "|---|---|---|"]
             lines += [f"| {reason} | {one.items} | {one.first_row} |" for reason, one in self.dropped.items()]
@@ -128,6 +132,7 @@ class TokenCounts:
     _items: int = 0
     _cut_items: int = 0
     _trained: int = 0
+    _unreasoned: int = 0
     _lengths: list[int] = field(default_factory=list)
     _dropped: dict[str, Dropped] = field(default_factory=dict)
 
@@ -144,8 +149,9 @@ class TokenCounts:
         known = self._dropped.get(bad.reason, Dropped(0, row_id + 1, str(bad)))
         self._dropped[bad.reason] = Dropped(known.items + 1, known.first_row, known.first)
 
-    def keep(self, item: Item) -> None:
+    def keep(self, item: Item, unreasoned: int = 0) -> None:
         self._items += 1
+        self._unreasoned += unreasoned
         self._cut_items += self.cut
         for sample in item.samples:
             self._lengths.append(len(sample))
@@ -163,6 +169,7 @@ class TokenCounts:
             samples=len(self._lengths),
             tokens=sum(self._lengths),
             trained_tokens=self._trained,
+            unreasoned=self._unreasoned,
             lengths=_lengths(np.array(self._lengths)) if self._lengths else None,
             example=example,
         )

@@ -1,0 +1,457 @@
+"""Items of every kind of row: ids, weights, labels, scalars; what is dropped, cut and refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlhf_core.config.supervised import PrmSettings, TextSettings
+from rlhf_core.data import arithmetic
+from rlhf_core.data.batches import render_exchange
+from rlhf_core.data.encode import Encoder
+from rlhf_core.data.errors import TokenError
+from rlhf_core.data.shapes import convert, recognise, renamed
+from rlhf_core.models.scratch import build_tokenizer as build_scratch_tokenizer
+
+PRM = {"optimizer": {"lr": 1e-5}, "batch_size": 1, "max_len": 1000, "max_steps": 1}
+PRM |= {"placeholder_token": "<|step|>", "reward_tokens": ("+", "-")}
+
+
+@pytest.fixture
+def tokenizer(model_tokenizer):
+    return model_tokenizer("chatml")
+
+
+def decode(tokenizer, ids):
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def split(tokenizer, sample):
+    """(text that is not trained on before, text that is): for samples with one trained run at the end."""
+    begin = int((sample.weights > 0).argmax())
+    assert (sample.weights[begin:] > 0).all()
+    return decode(tokenizer, sample.ids[:begin]), decode(tokenizer, sample.ids[begin:])
+
+
+def encoder(tokenizer, max_len=1000, **text):
+    return Encoder(tokenizer, TextSettings(**text), max_len)
+
+
+def prm(**settings):
+    return PrmSettings.model_validate(PRM | settings)
+
+
+PROMPT = "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+MESSAGES = [{"role": "user", "content": "How are you?"}]
+
+
+# -- SFT --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_demo_row_gives_the_ids_that_the_rl_code_gives():
+    tokenizer = build_scratch_tokenizer(64)
+    rows = arithmetic.sft_rows(arithmetic.ArithmeticSpec(seed=0, rows=20))
+    data = Encoder(tokenizer, TextSettings(), 64).sft(rows)
+    for row, item in zip(rows, data.items, strict=True):
+        exchange = render_exchange(tokenizer, row["prompt"], row["response"])
+        (sample,) = item.samples
+        assert tuple(sample.ids) == exchange.ids
+        assert sample.weights.tolist() == [float(i >= exchange.response_start) for i in range(len(exchange.ids))]
+
+
+def test_strings_and_messages_give_the_same(tokenizer):
+    rows = [
+        {"prompt": "How are you?", "response": "Fine."},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "Fine."}]},
+    ]
+    data = encoder(tokenizer).sft(rows)
+    for item in data.items:
+        assert split(tokenizer, item.samples[0]) == (PROMPT, "Fine.<|im_end|>")
+        assert item.samples[0].ids.dtype == np.int32
+        assert item.samples[0].weights.dtype == np.float32
+    assert data.row_ids == [0, 1]
+
+
+def test_format_template_encodes_prompt_and_response_apart_and_ends_with_eos(tokenizer):
+    data = encoder(tokenizer, format="template", input_template="Q: {}\nA:\n").sft(
+        [{"prompt": "How {are} you?", "response": "\nFine."}]
+    )
+    (sample,) = data.items[0].samples
+    assert split(tokenizer, sample) == ("Q: How {are} you?\nA:\n", "\nFine.<|im_end|>")
+    alone = tokenizer("Q: How {are} you?\nA:\n", add_special_tokens=False)["input_ids"]
+    assert sample.ids[: len(alone)].tolist() == alone
+    whole = tokenizer("Q: How {are} you?\nA:\n\nFine.<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert sample.ids.tolist() != whole  # there the line breaks are one token
+
+
+def test_format_text_trains_every_token_but_the_first(tokenizer):
+    (sample,) = encoder(tokenizer, format="text").sft([{"text": "The answer is 42"}]).items[0].samples
+    assert decode(tokenizer, sample.ids) == "The answer is 42<|im_end|>"
+    assert sample.weights.tolist() == [0.0] + [1.0] * (len(sample) - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "message"),
+    [
+        (
+            "text",
+            {"prompt": "a", "response": "b"},
+            "row 1: text.format text needs a column text; the row has prompt, resp",
+        ),
+        ("chat", {"text": "a"}, "row 1: text.format chat needs a column response; the row has text"),
+        ("template", {"messages": MESSAGES}, "row 1: text.format template takes prompt and response as text"),
+        ("template", {"prompt": MESSAGES, "response": "b"}, "row 1: text.format template takes prompt as text"),
+    ],
+)
+def test_rows_that_do_not_go_with_the_format_are_refused(tokenizer, text, row, message):
+    with pytest.raises(TokenError, match=message):
+        encoder(tokenizer, format=text).sft([row])
+
+
+def test_a_template_file_replaces_the_tokenizers_own(tokenizer, tmp_path):
+    file = tmp_path / "short.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    short = encoder(tokenizer, chat_template=str(file))
+    (sample,) = short.sft([{"prompt": "How?", "response": "Fine."}]).items[0].samples
+    assert split(tokenizer, sample) == ("How?<|im_end|>", "Fine.<|im_end|>")
+    assert short.chat_template == file.read_text()
+    with pytest.raises(TokenError, match=r"text.chat_template '.*none.jinja' cannot be read .*; give a Jinja file"):
+        encoder(tokenizer, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_tokenizer_without_template_is_refused_only_where_one_is_needed(make_tokenizer):
+    bare = make_tokenizer(None, "<|im_end|>")
+    with pytest.raises(
+        TokenError, match="the tokenizer has no chat template; give a model whose tokenizer has one, or"
+    ):
+        encoder(bare)
+    assert encoder(bare, format="template").chat_template is None
+
+
+# -- BOS, borders, offsets --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("writes", [0, 1, 2])
+@pytest.mark.parametrize("text", ["chat", "template", "text"])
+def test_a_sequence_begins_with_one_bos_if_the_template_or_the_tokenizer_wants_one(
+    make_tokenizer, model_tokenizer, adds_bos, writes, text
+):
+    tokenizer = make_tokenizer("<s>", "<|im_end|>", adds_bos)
+    tokenizer.chat_template = writes * "{{ bos_token }}" + model_tokenizer("chatml").chat_template
+    row = {"text": "Fine."} if text == "text" else {"prompt": "How are you?", "response": "Fine."}
+    data = encoder(tokenizer, format=text).sft([row])
+    (sample,) = data.items[0].samples
+    wanted = adds_bos or (writes > 0 and text == "chat")
+    assert (sample.ids == tokenizer.bos_token_id).sum() == wanted
+    if wanted:
+        assert sample.ids[0] == tokenizer.bos_token_id
+        assert sample.weights[0] == 0
+    if text == "chat":
+        assert split(tokenizer, sample) == ("<s>" * wanted + PROMPT, "Fine.<|im_end|>")
+
+
+def test_offsets_without_white_space_give_the_same_weights(make_tokenizer, tokenizer):
+    """GPT-2's tokenizer leaves white space out of its offsets."""
+    trimmed = make_tokenizer(None, "<|im_end|>", trim_offsets=True)
+    trimmed.chat_template = tokenizer.chat_template
+    row = {"prompt": "How are you?", "response": " I am  fine,\n\nthank you. "}
+    a, b = (encoder(one).sft([row]).items[0].samples[0] for one in (tokenizer, trimmed))
+    assert a.ids.tolist() == b.ids.tolist()
+    assert a.weights.tolist() == b.weights.tolist()
+
+
+def test_a_response_that_shares_a_token_with_the_prompt_is_dropped_and_counted(tokenizer):
+    rows = [{"prompt": "How?", "response": "\nFine."}, {"prompt": "How?", "response": "Fine."}]
+    data = encoder(tokenizer).sft(rows)
+    assert data.row_ids == [1]
+    (dropped,) = data.report.dropped.items()
+    assert dropped[0] == "a token holds both prompt and response"
+    assert (dropped[1].items, dropped[1].first_row) == (1, 1)
+
+
+def test_unknown_characters_are_trained_on_as_the_unknown_token():
+    tokenizer = build_scratch_tokenizer(64)
+    (sample,) = Encoder(tokenizer, TextSettings(), 64).sft([{"prompt": "3+4=", "response": "7x"}]).items[0].samples
+    assert split(tokenizer, sample) == ("<s><|user|>3+4=<|end|><|assistant|>", "7<unk><|end|>")
+
+
+# -- pairs, labelled, prompts -----------------------------------------------------------------------------------------
+
+
+def test_both_sides_of_a_pair_are_masked_up_to_their_response(tokenizer):
+    row = {"prompt": "How are you?", "chosen": "Fine.", "rejected": "I am how you are", "margin": 2}
+    data = encoder(tokenizer).pairs([row], margin=True)
+    (item,) = data.items
+    assert [split(tokenizer, sample) for sample in item.samples] == [
+        (PROMPT, "Fine.<|im_end|>"),
+        (PROMPT, "I am how you are<|im_end|>"),
+    ]
+    assert item.scalars == {"margin": 2.0}
+    assert encoder(tokenizer).pairs([row]).items[0].scalars == {}
+    with pytest.raises(TokenError, match="row 1: margin is None; give a number"):
+        encoder(tokenizer).pairs([row | {"margin": None}], margin=True)
+
+
+def test_a_pair_of_conversations_trains_its_responses_turns_alone(tokenizer):
+    history = [*MESSAGES, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "42?"}]
+    row = {
+        "prompt": history,
+        "chosen": [{"role": "assistant", "content": "Yes"}],
+        "rejected": [
+            {"role": "assistant", "content": "I look."},
+            {"role": "tool", "content": "41"},
+            {"role": "assistant", "content": "No"},
+        ],
+    }
+    chosen, rejected = encoder(tokenizer).pairs([row]).items[0].samples
+    assert split(tokenizer, chosen)[1] == "Yes<|im_end|>"
+    trained = rejected.ids[rejected.weights > 0]
+    assert decode(tokenizer, trained) == "I look.<|im_end|>No<|im_end|>"
+
+
+def test_labelled_rows(tokenizer):
+    rows = [{"prompt": "How are you?", "response": "Fine.", "label": label} for label in (True, False)]
+    items = encoder(tokenizer).labelled(rows).items
+    assert [item.scalars for item in items] == [{"label": 1.0}, {"label": 0.0}]
+    assert split(tokenizer, items[0].samples[0]) == (PROMPT, "Fine.<|im_end|>")
+    with pytest.raises(TokenError, match="row 1: label is 1; give true or false"):
+        encoder(tokenizer).labelled([rows[0] | {"label": 1}])
+
+
+def test_prompts_are_what_generation_is_given(tokenizer):
+    rows = [{"prompt": "How are you?"}, {"prompt": MESSAGES}, {"prompt": "How " * 50}]
+    data = encoder(tokenizer, 30).prompts(rows)
+    expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert [item.samples[0].ids.tolist() for item in data.items] == [expected, expected]
+    assert not data.items[0].samples[0].weights.any()
+    assert data.report.dropped["longer than max_len (30 tokens)"].items == 1
+
+
+def test_an_empty_response_is_dropped(tokenizer):
+    rows = [{"prompt": "a", "response": " \n"}, {"prompt": "a", "response": "b"}]
+    data = encoder(tokenizer).sft(rows)
+    assert data.row_ids == [1]
+    assert data.report.dropped["empty response"].first_row == 1
+
+
+# -- length -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_too_long_are_dropped_or_cut_without_an_end_token(tokenizer):
+    rows = [{"prompt": "How?", "response": "The answer is 42. " * n + "so"} for n in (1, 5)]
+    lengths = [len(item.samples[0]) for item in encoder(tokenizer).sft(rows).items]
+    limit = lengths[1] - 3
+    dropped = encoder(tokenizer, limit).sft(rows)
+    assert dropped.row_ids == [0]
+    assert dropped.report.dropped[f"longer than max_len ({limit} tokens)"].first_row == 2
+    cut = encoder(tokenizer, limit, truncation="cut").sft(rows)
+    assert cut.row_ids == [0, 1]
+    assert (cut.report.cut, cut.report.dropped) == (1, {})
+    whole = encoder(tokenizer).sft(rows).items[1].samples[0]
+    (sample,) = cut.items[1].samples
+    assert sample.ids.tolist() == whole.ids[:limit].tolist()
+    assert sample.weights.tolist() == whole.weights[:limit].tolist()
+    assert tokenizer.eos_token_id not in sample.ids[-3:]
+
+
+def test_a_row_at_the_limit_is_whole(tokenizer):
+    rows = [{"prompt": "How?", "response": "The answer is 42."}]
+    length = len(encoder(tokenizer).sft(rows).items[0].samples[0])
+    for truncation in ("drop", "cut"):
+        data = encoder(tokenizer, length, truncation=truncation).sft(rows)
+        assert (len(data.items), data.report.cut) == (1, 0)
+
+
+def test_a_pair_that_the_cut_makes_equal_is_dropped(tokenizer):
+    same = "The answer is 42. " * 12
+    rows = [
+        {"prompt": "How?", "chosen": same + "Yes", "rejected": same + "No"},
+        {"prompt": "How?", "chosen": "Yes", "rejected": "No"},
+        {"prompt": "How?", "chosen": "Yes", "rejected": "Yes"},
+    ]
+    data = encoder(tokenizer, 40, truncation="cut").pairs(rows)
+    assert data.row_ids == [1]
+    assert {reason: one.items for reason, one in data.report.dropped.items()} == {
+        "chosen and rejected are the same tokens once cut": 1,
+        "chosen and rejected are the same tokens": 1,
+    }
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped(tokenizer):
+    rows = [{"prompt": "How are you? " * 20, "response": "Fine."}, {"prompt": "How?", "response": "Fine."}]
+    data = encoder(tokenizer, 40, truncation="cut").sft(rows)
+    assert data.row_ids == [1]
+    assert "the prompt leaves no room for a response token" in data.report.dropped
+
+
+def test_data_of_which_nothing_is_left_is_refused(tokenizer):
+    with pytest.raises(
+        TokenError, match=r"data set sft: none of the 2 rows can be used: longer than max_len \(3 tokens\)"
+    ):
+        encoder(tokenizer, 3).sft([{"prompt": "How?", "response": "Fine."}] * 2)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+STEPS = ["Step 1: 3 + 4 = 7.", "Step 2: 7 + 5 = 12.", "The answer is 12"]
+
+
+@pytest.mark.parametrize("separator", ["\n", "\n\n", " ", ""])
+@pytest.mark.parametrize("text", ["chat", "template"])
+def test_a_placeholder_stands_behind_each_steps_last_token(tokenizer, separator, text):
+    row = {"prompt": "How are you?", "steps": STEPS, "labels": [True, False, True]}
+    data = encoder(tokenizer, format=text).steps([row], prm(separator=separator))
+    (sample,) = data.items[0].samples
+    placeholder = tokenizer.convert_tokens_to_ids("<|step|>")
+    places = np.flatnonzero(sample.ids == placeholder)
+    assert np.flatnonzero(sample.weights).tolist() == places.tolist()
+    assert sample.weights[places].tolist() == [1, 1, 1]
+    assert sample.labels is not None
+    assert sample.labels[places].tolist() == [0, 1, 0]  # indices into reward_tokens: right is the first
+    assert sample.labels.dtype == np.float32
+    # Without the placeholders it is the solution's ordinary encoding, up to the last step.
+    prompt = PROMPT if text == "chat" else "User: How are you?\nAssistant: "
+    bare = np.delete(sample.ids, places)
+    assert decode(tokenizer, bare) == prompt + separator.join(STEPS)
+    sft = encoder(tokenizer, format=text).sft([{"prompt": "How are you?", "response": separator.join(STEPS)}])
+    assert bare.tolist() == sft.items[0].samples[0].ids[:-1].tolist()
+    # Each lies behind the first token with which the text reaches the step's end.
+    for number, place in enumerate(places):
+        reached = prompt + separator.join(STEPS[: number + 1])
+        before = [token for token in sample.ids[:place].tolist() if token != placeholder]
+        assert decode(tokenizer, before).startswith(reached)
+        assert not decode(tokenizer, before[:-1]).startswith(reached)
+
+
+def test_a_template_that_trims_the_solution_moves_no_step(model_tokenizer):
+    tokenizer = model_tokenizer("llama3")
+    row = {"prompt": "How?", "steps": ["  " + STEPS[0], STEPS[1] + " "], "labels": [True, True]}
+    (sample,) = encoder(tokenizer).steps([row], prm()).items[0].samples
+    text = decode(tokenizer, sample.ids)
+    assert text.endswith(f"{STEPS[0]}<|step|>\n{STEPS[1]}<|step|>")
+
+
+def test_labels_keep_their_type(tokenizer):
+    def labels(given, **settings):
+        row = {"prompt": "How?", "steps": STEPS[: len(given)], "labels": given}
+        (sample,) = encoder(tokenizer).steps([row], prm(**settings)).items[0].samples
+        return sample.labels[tokenizer.convert_tokens_to_ids("<|step|>") == sample.ids].tolist(), int(
+            sample.weights.sum()
+        )
+
+    assert labels([0.25, 1, False], labels="soft") == ([0.25, 1.0, 0.0], 3)
+    assert labels([1.0, 0], labels="hard") == ([0.0, 1.0], 2)
+    assert labels(["-", "?", "+"], reward_tokens=("+", "-", "?")) == ([1.0, 2.0, 0.0], 3)
+    assert labels([None, True]) == ([0.0, 0.0], 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"labels": [None, float("nan")]}, {}, "row 2: no step has a label; leave the row out"),
+        ({"labels": [True]}, {}, "row 2: 2 steps and 1 labels; give one label a step, null for none"),
+        ({"steps": ["a", " "]}, {}, "row 2: step 2 is empty; leave it and its label out"),
+        (
+            {"labels": [-100, True]},
+            {},
+            r"row 2: label -100 with labels: hard; give true, false or one of \+, -, or null",
+        ),
+        ({"labels": [0.5, True]}, {}, "row 2: label 0.5 with labels: hard"),
+        ({"labels": [1.5, True]}, {"labels": "soft"}, "row 2: label 1.5 with labels: soft; give 0 to 1, or null"),
+        ({"labels": ["+", "-"]}, {"labels": "soft"}, "row 2: label '\\+' with labels: soft"),
+    ],
+)
+def test_steps_that_cannot_be_learned_from_are_refused_with_their_row(tokenizer, row, settings, message):
+    good = {"prompt": "How?", "steps": ["a", "b"], "labels": [True, False]}
+    with pytest.raises(TokenError, match=message):
+        encoder(tokenizer).steps([good, good | row], prm(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"placeholder_token": "ки"}, "placeholder_token 'ки' is 4 tokens"),
+        ({"reward_tokens": ("+", "wrong")}, "reward_tokens 'wrong' is . tokens .* and must be one of the vocabulary"),
+    ],
+)
+def test_tokens_that_are_not_one_id_are_refused(tokenizer, settings, message):
+    with pytest.raises(TokenError, match=message):
+        encoder(tokenizer).steps([], prm(**settings))
+
+
+def test_steps_that_are_cut_keep_the_labels_of_those_left(tokenizer):
+    row = {"prompt": "How?", "steps": STEPS, "labels": [False, True, True]}
+    whole = encoder(tokenizer).steps([row], prm()).items[0].samples[0]
+    second = int(np.flatnonzero(whole.weights)[1])
+    data = encoder(tokenizer, second, truncation="cut").steps([row], prm())
+    (sample,) = data.items[0].samples
+    assert sample.ids.tolist() == whole.ids[:second].tolist()
+    assert sample.weights.sum() == 1
+    assert sample.labels is not None
+    assert sample.labels[sample.weights > 0].tolist() == [1]
+    assert data.report.cut == 1
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_accounted_for(model_tokenizer, tmp_path):
+    tokenizer = model_tokenizer("qwen3")
+    turns = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "Fine."}]
+    long = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "42 " * 200}]
+    rows = [{"messages": turns}, {"messages": turns * 2}, {"messages": turns + long}, {"messages": turns[:1]}]
+    report = encoder(tokenizer, 100).sft(rows).report
+    assert (report.rows, report.unrolled, report.items, report.cut) == (4, 2, 4, 0)
+    dropped = {reason: (one.items, one.first_row) for reason, one in report.dropped.items()}
+    assert dropped == {"longer than max_len (100 tokens)": (1, 3), "no assistant turn to train on": (1, 4)}
+    assert report.rows + report.unrolled == report.items + sum(items for items, _ in dropped.values())
+    answer = len(tokenizer("Fine.<|im_end|>", add_special_tokens=False)["input_ids"])
+    assert report.trained_tokens == 4 * answer
+    assert report.lengths is not None
+    assert sum(report.lengths.counts) == report.samples == 4
+    assert report.lengths.edges[0] == 0
+    assert report.lengths.edges[-1] > report.lengths.max
+    assert report.example == (
+        "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Fine.<|im_end|>⟧"
+    )
+    assert json.loads(report.to_json())["items"] == 4
+    assert type(report).from_json(report.to_json()) == report
+    markdown = report.to_markdown()
+    assert "**sft**: 4 rows read, 4 items kept, 2 dropped, 0 cut at 100 tokens, 2 more" in markdown
+    assert "| no assistant turn to train on | 1 | 4 |" in markdown
+    assert "⟦Fine.<|im_end|>⟧" in markdown
+    report.plot(tmp_path / "lengths.png")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_of_steps_shows_each_verdict(tokenizer):
+    row = {"prompt": "How?", "steps": ["a", "b"], "labels": [True, False]}
+    example = encoder(tokenizer).steps([row], prm()).report.example
+    assert example.endswith("a⟦<|step|> = 0⟧\nb⟦<|step|> = 1⟧")
+
+
+def test_rows_are_the_same_however_many_are_encoded_at_once(tokenizer, monkeypatch):
+    rows = [{"prompt": f"How {n}?", "response": "42 " * (n % 7 + 1)} for n in range(20)]
+    whole = encoder(tokenizer).sft(rows)
+    monkeypatch.setattr("rlhf_core.data.encode._ROWS_AT_ONCE", 3)
+    parts = encoder(tokenizer).sft(rows)
+    assert [item.samples[0].ids.tolist() for item in parts.items] == [i.samples[0].ids.tolist() for i in whole.items]
+    assert parts.report == whole.report
+
+
+def test_real_conversations_with_tools_train_each_assistant_message_once(model_tokenizer, test_data):
+    tokenizer = model_tokenizer("qwen3")
+    raw = json.loads((test_data / "chat" / "glaive_toolcall_en_demo.json").read_text(encoding="utf-8"))[:40]
+    rows = [renamed(row, {}) for row in raw]
+    shape = recognise(rows, "sft").shape
+    canonical = [convert(row, "sft", shape, "") for row in rows]
+    data = encoder(tokenizer, 100_000).sft(canonical)
+    said = [m for row in canonical for m in row["messages"] if m["role"] == "assistant"]
+    trained = "".join(decode(tokenizer, one.samples[0].ids[one.samples[0].weights > 0]) for one in data.items)
+    assert trained.count("<|im_end|>") == len(said)
+    at = 0
+    for message in said:
+        for text in (message["content"], *(json.dumps(c["function"]["name"]) for c in message.get("tool_calls", ()))):
+            at = trained.index(text, at) + len(text)
+    assert "<tool_response>" not in trained
