@@ -32,3 +32,8 @@ def hidden_states(
         routers, routers[0].shape[-1], lm.config.num_experts_per_tok, attention_mask=aux_mask
     )
     return output.last_hidden_state, aux
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: transformers tells an absent one from None."""
+    return {name: value for name, value in options.items() if value is not None}

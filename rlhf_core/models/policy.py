@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from rlhf_core.models.backbone import hidden_states
+from rlhf_core.models.backbone import given, hidden_states
 from rlhf_core.models.head import TokenHead, logit_transform
 
 
@@ -65,20 +65,25 @@ class Policy(CausalModel):
         return logprobs if aux is None else (logprobs, aux)
 
 
-def load_policy(directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None) -> Policy:
+def load_policy(
+    directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None, quantization: Any = None
+) -> Policy:
     """The policy of a Hugging Face directory. Code of the model's own is not run."""
-    return Policy(load_causal(directory, dtype=dtype, attention=attention, experts=experts))
+    lm = load_causal(directory, dtype=dtype, attention=attention, experts=experts, quantization=quantization)
+    return Policy(lm)
 
 
-def load_causal(directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None) -> PreTrainedModel:
-    options = {} if experts is None else {"experts_implementation": experts}
+def load_causal(
+    directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None, quantization: Any = None
+) -> PreTrainedModel:
+    """experts: kernel of a mixture of experts. quantization: of frozen weights, see lora.nf4_config."""
     lm = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation=attention,
         trust_remote_code=False,
         use_safetensors=True,
-        **options,
+        **given(experts_implementation=experts, quantization_config=quantization),
     )
     lm.config.use_cache = False
     return lm

@@ -81,8 +81,14 @@ class ProcessScorer(CausalModel):
 
 
 def load_process_scorer(
-    directory: str, *, tokens: StepTokens | None, dtype: torch.dtype, attention: str, experts: str | None = None
+    directory: str,
+    *,
+    tokens: StepTokens | None,
+    dtype: torch.dtype,
+    attention: str,
+    experts: str | None = None,
+    quantization: Any = None,
 ) -> ProcessScorer:
     """The process scorer of a Hugging Face directory: of any causal model with `tokens`, of a trained one without."""
-    lm = load_causal(directory, dtype=dtype, attention=attention, experts=experts)
+    lm = load_causal(directory, dtype=dtype, attention=attention, experts=experts, quantization=quantization)
     return ProcessScorer(lm, tokens or StepTokens.of(lm.config.to_dict(), directory))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_core.models.backbone import hidden_states
+from rlhf_core.models.backbone import given, hidden_states
 
 
 class Scorer(nn.Module):
@@ -53,13 +53,18 @@ def last_token_scores(scores_BT: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def load_scorer(
-    directory: str, *, dtype: torch.dtype, attention: str, pad_token_id: int, experts: str | None = None
+    directory: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    pad_token_id: int,
+    experts: str | None = None,
+    quantization: Any = None,
 ) -> Scorer:
     """The scorer of a Hugging Face directory, of a reward model or of a policy (whose head is then new).
 
     `pad_token_id` goes into the configuration: Hugging Face's own forward needs it to find the last token.
     """
-    options = {} if experts is None else {"experts_implementation": experts}
     lm = AutoModelForSequenceClassification.from_pretrained(
         directory,
         num_labels=1,
@@ -68,7 +73,7 @@ def load_scorer(
         trust_remote_code=False,
         use_safetensors=True,
         pad_token_id=pad_token_id,
-        **options,
+        **given(experts_implementation=experts, quantization_config=quantization),
     )
     lm.config.use_cache = False
     return Scorer(lm)

@@ -24,7 +24,8 @@ class AuxLossObjective:
         return {**self.objective.denominators(batch), "aux": float(batch["real"].any())}
 
     def forward_inputs(self, batch: Batch) -> dict[str, Tensor | float]:
-        return self.objective.forward_inputs(batch)
+        # The router's balance over real tokens: fill would count as others do.
+        return {**self.objective.forward_inputs(batch), "aux_mask": (batch["segments"] >= 0).long()}
 
     def loss(self, batch: Batch, outputs: Any) -> LossParts:
         """outputs: what the objective reads, and the auxiliary loss (scalar)."""

@@ -1,4 +1,4 @@
-"""Supervised training, one rank of it: what SFT, reward models, DPO and KTO share. supervised_loop.py drives a group."""
+"""Supervised training, one rank of it: what all of its stages share, and SFT. supervised_loop.py drives a group."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from rlhf_core.config.supervised import SftSettings, SupervisedSettings
 from rlhf_core.data.batches import SampleOrder
 from rlhf_core.data.layout import Layout, make_batch, plan_step
 from rlhf_core.data.samples import Item
+from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
@@ -53,7 +54,7 @@ class SupervisedTrainer(TrainerRank):
         return {"total_steps": self.total_steps, "eval_rows": len(self.tables["eval"]) if "eval" in self.tables else 0}
 
     def prepare(self) -> None:
-        """What has to be computed with the weights that training starts from; called unless a checkpoint is restored."""
+        """Computes what depends on the weights that training starts from; called unless a checkpoint is restored."""
 
     def train_step(self) -> dict[str, float]:
         """The next optimizer step."""
@@ -93,6 +94,8 @@ class SupervisedTrainer(TrainerRank):
             trainer=settings.trainer,
             optimizer=settings.optimizer,
             total_steps=self.total_steps,
+            frozen=settings.freeze,
+            ema_decay=settings.ema_decay,
         )
 
     # -- from items to micro-batches -----------------------------------------------------------------------------
@@ -117,6 +120,18 @@ class SupervisedTrainer(TrainerRank):
             multiple=trainer.sequence_parallel,
         )
 
+    def _loading(self) -> dict[str, Any]:
+        """How a model is read from its directory."""
+        settings = self.settings
+        dtype = TORCH_DTYPE[settings.dtype]
+        quantised = settings.lora is not None and settings.lora.load_in_4bit
+        return {
+            "dtype": dtype,
+            "attention": settings.trainer.attention,
+            "experts": settings.trainer.experts_implementation,
+            "quantization": nf4_config(dtype) if quantised else None,
+        }
+
     # -- what the stages do differently --------------------------------------------------------------------------
 
     @abstractmethod
@@ -131,17 +146,14 @@ class PolicyTrainer(SupervisedTrainer):
     """A trainer of a causal model."""
 
     def _build(self) -> torch.nn.Module:
-        return self._policy(self.model_dir)
+        policy = self._policy(self.model_dir)
+        if self.settings.lora is not None:
+            add_lora(policy.lm, self.settings.lora, "causal", self.settings.seed)
+        return policy
 
     def _policy(self, directory: Path) -> Policy:
-        settings = self.settings
-        policy = load_policy(
-            str(directory),
-            dtype=TORCH_DTYPE[settings.dtype],
-            attention=settings.trainer.attention,
-            experts=settings.trainer.experts_implementation,
-        )
-        with gathered(list(policy.head.parameters()), settings.trainer.zero_stage):
+        policy = load_policy(str(directory), **self._loading())
+        with gathered(list(policy.head.parameters()), self.settings.trainer.zero_stage):
             check_head(policy)
         return policy
 
@@ -150,7 +162,7 @@ class SftTrainer(PolicyTrainer):
     settings: SftSettings
 
     def _objective(self) -> Objective:
-        return SftObjective(self.settings.aux_loss_coef)
+        return SftObjective()
 
 
 def total_steps(settings: SupervisedSettings, rows: int) -> int:

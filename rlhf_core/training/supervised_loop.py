@@ -4,10 +4,11 @@ from typing import Any
 
 from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.supervised import SupervisedSettings
+from rlhf_core.store.checkpoints import best_complete
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import best_checkpoint, finish_checkpoint, resume_point
+from rlhf_core.training.progress import finish_checkpoint, resume_point
 from rlhf_core.training.rank import Job
 
 SFT_TRAINER = "rlhf_core.training.supervised:SftTrainer"
@@ -66,7 +67,11 @@ def run_supervised(
             )
     best = _restore_best(group, job, store, history, total, timeout_s=start_timeout_s)
     evaluation = _evaluation(history, best)
-    return {"total_steps": total, "exported_step": best, **{f"eval/{name}": value for name, value in evaluation.items()}}
+    return {
+        "total_steps": total,
+        "exported_step": best,
+        **{f"eval/{name}": value for name, value in evaluation.items()},
+    }
 
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
@@ -99,18 +104,16 @@ def _improved(settings: SupervisedSettings, history: History, step: int) -> bool
     return all(sign * values[-1] > sign * before for before in values[:-1])
 
 
-def _restore_best(
-    group: WorkerGroup, job: Job, store: Store, history: History, total: int, *, timeout_s: float
-) -> int:
+def _restore_best(group: WorkerGroup, job: Job, store: Store, history: History, total: int, *, timeout_s: float) -> int:
     """The step whose weights the ranks now hold: that of the best evaluation, or the last."""
     settings: SupervisedSettings = job.settings
     if settings.best_metric is None:
         return total
-    best = best_checkpoint(store, job.stage, job.key, settings.best_is)
+    best = best_complete(store, job.stage, job.key, settings.best_is)
     if best is None or best.step == total:
         return total
     history.events.write("phase", name="best", step=best.step)
-    group.call("restore_checkpoint", best, timeout_s=timeout_s)
+    restore(group, job, store, best, timeout_s=timeout_s)
     return best.step
 
 

@@ -4,6 +4,7 @@ Loaded by path: by conftest.py in the test process, and by `Ranks` in each rank,
 imports torch and DeepSpeed inside the programs alone. Programs on the engine are in engine_programs.py.
 """
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -150,39 +151,42 @@ def listening(rank: int, ranks: int) -> list[str]:
     return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
 
 
-def supervised(rank: int, ranks: int, *, trainer: str, job: Any, train_steps: int) -> dict[str, Any]:
+def supervised(
+    rank: int, ranks: int, *, target: str, job: Any, train_steps: int, export: str | None = None
+) -> dict[str, Any]:
     """A trainer as a stage has it, from the store: evaluation before and after `train_steps`, and its counts."""
-    from rlhf_core.training import supervised as module
-
-    made = getattr(module, trainer)(rank, ranks, job)
+    made = trainer_of(target)(rank, ranks, job)
     counts = made.load()
+    made.prepare()
     before = made.evaluate()
     steps = [made.train_step() for _ in range(train_steps)]
     after = made.evaluate()
-    made.engine.engine.destroy()
-    return {"counts": counts, "before": before, "steps": steps, "after": after}
+    facts = made.export(export) if export is not None else None
+    made.engine.close()
+    return {"counts": counts, "before": before, "steps": steps, "after": after, "facts": facts}
 
 
-def trainer_resume(rank: int, ranks: int, *, job: Any, before: int, after: int) -> dict[str, Any]:
+def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int, after: int) -> dict[str, Any]:
     """A trainer's own training checkpoint through the store, and a run without one."""
     import torch.distributed as dist
 
     from rlhf_core.store.checkpoints import complete, newest_complete
     from rlhf_core.store.leases import attach
     from rlhf_core.store.store import Store
-    from rlhf_core.training.supervised import SftTrainer
 
-    def loaded() -> SftTrainer:
-        made = SftTrainer(rank, ranks, job)
+    def loaded() -> Any:
+        made = trainer_of(target)(rank, ranks, job)
         made.load()
         return made
 
     straight = loaded()
+    straight.prepare()
     losses = [straight.train_step()["loss"] for _ in range(before + after)]
     digest = digest_of(straight.engine)
-    straight.engine.engine.destroy()
+    straight.engine.close()
 
     first = loaded()
+    first.prepare()
     resumed = [first.train_step()["loss"] for _ in range(before)]
     own = first.save_checkpoint(before)
     everyone: list[Any] = [None] * ranks
@@ -192,7 +196,7 @@ def trainer_resume(rank: int, ranks: int, *, job: Any, before: int, after: int) 
         files = {name: sha for one in everyone for name, sha in one.items()}
         complete(store, job.stage, job.key, before, files, {}, attach(store, job.stage, job.key, job.lease))
     dist.barrier()
-    first.engine.engine.destroy()
+    first.engine.close()
 
     second = loaded()
     checkpoint, _ = newest_complete(store, job.stage, job.key)
@@ -201,7 +205,7 @@ def trainer_resume(rank: int, ranks: int, *, job: Any, before: int, after: int) 
     position = second.position
     resumed += [second.train_step()["loss"] for _ in range(after)]
     resumed_digest = digest_of(second.engine)
-    second.engine.engine.destroy()
+    second.engine.close()
     return {
         "straight": losses,
         "resumed": resumed,
@@ -209,6 +213,12 @@ def trainer_resume(rank: int, ranks: int, *, job: Any, before: int, after: int) 
         "resumed_digest": resumed_digest,
         "position": position,
     }
+
+
+def trainer_of(target: str) -> Any:
+    """The class that "module:Class" names."""
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 if __name__ == "__rank__":

@@ -1,0 +1,174 @@
+"""DPO and KTO, one rank: log-probs of the reference are computed once, with no second model beside the trained one.
+
+They are kept in every training checkpoint, so that a resumed run compares with the same reference.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhf_core.config.supervised import DpoSettings, KtoSettings
+from rlhf_core.data.layout import make_batch, plan_step
+from rlhf_core.data.samples import Item, Sample
+from rlhf_core.training.batch_views import model_inputs, sample_logprobs
+from rlhf_core.training.engine import TrainEngine
+from rlhf_core.training.objective import Batch, Objective
+from rlhf_core.training.objectives_preference import DpoObjective, KtoKlObjective, KtoObjective
+from rlhf_core.training.rank import Job, base_model_directory
+from rlhf_core.training.supervised import PolicyTrainer
+
+REFERENCE = "reference.npz"
+ItemsOf = Callable[[str, Sequence[int]], list[Item]]  # split, rows -> items
+
+
+class ReferenceTrainer(PolicyTrainer):
+    """A trainer whose items carry what the reference says of them: `reference[name]` (rows,) float32 a scalar."""
+
+    settings: DpoSettings | KtoSettings
+
+    def __init__(self, rank: int, ranks: int, job: Job):
+        super().__init__(rank, ranks, job)
+        source = self.settings.reference
+        self._reference_base = base_model_directory(source, job.scratch, rank) if source is not None else None
+        self.reference: dict[str, dict[str, np.ndarray]] = {}
+
+    def prepare(self) -> None:
+        """Log-probs of the reference for every row: of a model of its own, or of the one that training starts from."""
+        engine = self.engine if self._reference_base is None else self._frozen(self._reference_base)
+        self.reference = {split: self._reference_scalars(engine, split) for split in self.tables}
+
+    def _frozen(self, directory: Path) -> TrainEngine:
+        settings = self.settings
+        return TrainEngine(
+            lambda: self._policy(directory), dtype=settings.dtype, trainer=settings.trainer, optimizer=None
+        )
+
+    @abstractmethod
+    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
+        """Scalar name -> (rows,) float32, for every row of a split."""
+
+    def _logprob_sums(self, engine: TrainEngine, items: Sequence[Item]) -> np.ndarray:
+        """(items, samples of each) float32: summed log-probs of the targets under the engine's weights.
+
+        Every rank computes its share, and all get the whole.
+        """
+        layout, size = self._layout(), len(items[0].samples)
+        sums = torch.zeros(len(items), size, dtype=torch.float64, device=engine.device)
+        for micro in plan_step([item.tokens for item in items], layout)[self.mesh.data_rank]:
+            batch = make_batch(items, micro, layout, self.tokenizer.pad_token_id)
+            logprobs = engine.infer(**model_inputs(batch)).cpu()
+            if micro:
+                numbers = [number for row in micro for number in row]
+                sums[numbers] = sample_logprobs(batch, logprobs, size).to(sums.device)
+        dist.all_reduce(sums)
+        return (sums / self.mesh.peers).float().cpu().numpy()
+
+    def _in_parts(self, engine: TrainEngine, split: str, items_of: ItemsOf) -> np.ndarray:
+        """(rows, samples) of a whole split, some rows at a time: what lies in memory is bounded."""
+        rows, size = len(self.tables[split]), max(self.settings.batch_size, self.mesh.data_ranks)
+        parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+        return np.concatenate([self._logprob_sums(engine, items_of(split, part)) for part in parts])
+
+    def _plain_items(self, split: str, ids: Sequence[int]) -> list[Item]:
+        """The items as they are in the table, without the reference's scalars."""
+        return super()._items(split, ids)
+
+    def _items(self, split: str, ids: Sequence[int]) -> list[Item]:
+        scalars = self.reference[split]
+        return [
+            Item(item.samples, {**item.scalars, **{name: float(values[n]) for name, values in scalars.items()}})
+            for n, item in zip(ids, self._plain_items(split, ids), strict=True)
+        ]
+
+    def _save(self, directory: Path) -> None:
+        super()._save(directory)
+        if self.rank == 0:
+            named = {f"{split}/{name}": a for split, scalars in self.reference.items() for name, a in scalars.items()}
+            np.savez(directory / REFERENCE, allow_pickle=False, **named)
+
+    def _restore(self, directory: Path) -> None:
+        super()._restore(directory)
+        self.reference = {}
+        with np.load(directory / REFERENCE, allow_pickle=False) as file:
+            for key in file.files:
+                split, name = key.split("/")
+                self.reference.setdefault(split, {})[name] = file[key]
+
+
+class DpoTrainer(ReferenceTrainer):
+    settings: DpoSettings
+    samples_per_item = 2
+
+    def _objective(self) -> Objective:
+        return DpoObjective(self.settings)
+
+    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
+        sums = self._in_parts(engine, split, self._plain_items)
+        return {"reference_chosen": sums[:, 0], "reference_rejected": sums[:, 1]}
+
+
+class KtoTrainer(ReferenceTrainer):
+    """The KL that KTO compares with is estimated on each row's prompt with another row's response.
+
+    It is the mean over the whole optimizer step, found in a pass without gradient before it, so the loss does not
+    depend on how the step was cut (Ethayarajh et al. 2024, section 4.1, take it over a micro-batch).
+    """
+
+    settings: KtoSettings
+
+    def train_step(self) -> dict[str, float]:
+        self._kl = self._estimate_kl("train", self.order.ids(self.position, self.settings.batch_size))
+        return super().train_step()
+
+    def evaluate(self) -> dict[str, float]:
+        self._kl = self._estimate_kl("eval", range(len(self.tables["eval"])))
+        return super().evaluate()
+
+    def _objective(self) -> Objective:
+        return KtoObjective(self.settings, samples_per_item=1)
+
+    def _micro_batches(self, items: Sequence[Item]) -> list[Batch]:
+        return [{**batch, "kl": torch.tensor(self._kl)} for batch in super()._micro_batches(items)]
+
+    def _estimate_kl(self, split: str, ids: Sequence[int]) -> float:
+        scalars = self.reference[split]["reference_mismatched"]
+        items = [
+            Item(item.samples, {"reference_mismatched": float(scalars[n])})
+            for n, item in zip(ids, self._mismatched(split, ids), strict=True)
+        ]
+        return self.engine.evaluate(super()._micro_batches(items), KtoKlObjective(samples_per_item=1))["kl"]
+
+    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
+        own = self._in_parts(engine, split, self._plain_items)
+        mismatched = self._in_parts(engine, split, self._mismatched)
+        return {"reference": own[:, 0], "reference_mismatched": mismatched[:, 0]}
+
+    def _mismatched(self, split: str, ids: Sequence[int]) -> list[Item]:
+        table = self.tables[split]
+        partners = partner_rows(len(table), self.settings.seed)
+        return [mismatched(table.item(n), table.item(int(partners[n])), self.settings.max_len) for n in ids]
+
+
+def partner_rows(rows: int, seed: int) -> np.ndarray:
+    """(rows,): for each row another one, each once: the next on a random cycle through all of them."""
+    cycle = np.random.default_rng([seed, rows]).permutation(rows)
+    partners = np.empty(rows, dtype=np.int64)
+    partners[cycle] = np.roll(cycle, -1)
+    return partners
+
+
+def mismatched(row: Item, other: Item, max_len: int) -> Item:
+    """The context of one row's response with the response of another, cut off at max_len tokens."""
+    (ours,), (theirs,) = row.samples, other.samples
+    head, tail = _response_start(ours), _response_start(theirs)
+    ids = np.concatenate([ours.ids[:head], theirs.ids[tail:]])[:max_len]
+    weights = np.concatenate([ours.weights[:head], theirs.weights[tail:]])[:max_len]
+    return Item((Sample(ids, weights),))
+
+
+def _response_start(sample: Sample) -> int:
+    return int(np.argmax(sample.weights > 0))
