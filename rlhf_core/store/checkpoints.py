@@ -70,8 +70,8 @@ def complete(
     """Marks the step whole. Rank 0 calls it, after every rank's `upload_shards` returned, with all their files in one
     dict.
 
-    `extra`: JSON to be found again in `Checkpoint.extra`; `metric` is finite. Raises LeaseLost when `lease` is no longer
-    in force.
+    `extra`: JSON to be found again in `Checkpoint.extra`; `metric` is finite. Raises LeaseLost when `lease` is not in
+    force any more.
     """
     if not files:
         raise StoreError(

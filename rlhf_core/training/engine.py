@@ -25,10 +25,10 @@ from rlhf_core.training.parameters import bare_name, freeze, muon, parameter_gro
 from rlhf_core.training.process import accelerator
 from rlhf_core.training.sequence_parallel import SequenceShards
 from rlhf_core.training.tensor_parallel import tensor_parallel_config, whole_tensor
+from rlhf_core.training.universal import ENGINE_DIRECTORY, is_universal
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _initialize: Any = deepspeed.initialize  # its annotations leave out parameter groups and torch's schedulers
-_TAG = "engine"  # DeepSpeed's name for the one checkpoint below a directory
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class TrainEngine:
         del zero3_config
         self.mesh = mesh_of(trainer, self.rank)
         self.trained = optimizer is not None
+        self.ema: Ema | None = None
         # float32 without ZeRO: DeepSpeed steps torch's AdamW itself, and keeps no gradient norm.
         self._unwrapped = self.zero_stage == 0
         self._shards: SequenceShards | None = None
@@ -100,7 +101,9 @@ class TrainEngine:
         self._averaged_over = self.mesh.data_ranks * (self.mesh.sequence if self.zero_stage == 3 else 1)
         parts = self.engine.optimizer.param_groups
         self._adamw = next((i for i, part in enumerate(parts) if not part.get("use_muon")), 0)
-        self.ema = None if ema_decay is None else Ema(self.engine, ema_decay)
+        self._tensor_rank = self.rank % self.mesh.tensor
+        if ema_decay is not None:
+            self.ema = Ema(self.engine, ema_decay)
 
     def close(self) -> None:
         """Ends DeepSpeed's engine; its memory is free once this object is gone."""
@@ -210,16 +213,23 @@ class TrainEngine:
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
-    def full_parameters(self, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(
+        self, bucket_elements: int = 50_000_000, *, averaged: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name in the Hugging Face model, whole tensor on the CPU) of each parameter, tied ones once.
 
         Adapters are merged into their layers. Under ZeRO-3 parameters are gathered bucket by bucket: every rank has to
-        iterate to the end; tensors are whole on each rank while they are yielded.
+        iterate to the end; tensors are whole on each rank while they are yielded. `averaged`: the moving average of
+        those that are trained.
         """
-        yield from merged_state(self.module.lm, self._whole_parameters(bucket_elements))
+        yield from merged_state(self.module.lm, self._whole_parameters(bucket_elements, averaged=averaged))
 
     def _whole_parameters(
-        self, bucket_elements: int = 50_000_000, wanted: Callable[[str], bool] = lambda name: True
+        self,
+        bucket_elements: int = 50_000_000,
+        *,
+        averaged: bool,
+        wanted: Callable[[str], bool] = lambda name: True,
     ) -> Iterator[tuple[str, Tensor]]:
         """The same under their own names, those of adapters apart."""
         bucket: list[tuple[str, Tensor]] = []
@@ -230,20 +240,26 @@ class TrainEngine:
             bucket.append((bare_name(name), parameter))
             elements += getattr(parameter, "ds_numel", parameter.numel())
             if elements >= bucket_elements:
-                yield from self._gathered(bucket)
+                yield from self._gathered(bucket, averaged)
                 bucket, elements = [], 0
-        yield from self._gathered(bucket)
+        yield from self._gathered(bucket, averaged)
 
-    def _gathered(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(self, bucket: list[tuple[str, Tensor]], averaged: bool) -> Iterator[tuple[str, Tensor]]:
         with gathered([parameter for _, parameter in bucket], self.zero_stage):
             for name, parameter in bucket:
-                yield name, whole_tensor(parameter, parameter.detach()).cpu()
+                part = parameter.detach()
+                if averaged and self.ema is not None and parameter.requires_grad:
+                    part = self.ema.whole(name, part.shape).to(part.dtype)
+                yield name, whole_tensor(parameter, part).cpu()
 
     def export(self, directory: str | Path) -> None:
-        """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this."""
+        """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this.
+
+        Of an engine with `ema_decay` their moving average. Training goes on from the same bits afterwards.
+        """
         lm = self.module.lm
-        adapter = adapter_state(self._whole_parameters(wanted=is_adapter))
-        whole = () if is_quantised(lm) else self.full_parameters()
+        adapter = adapter_state(self._whole_parameters(averaged=True, wanted=is_adapter))
+        whole = () if is_quantised(lm) else self.full_parameters(averaged=True)
         state = {name: tensor for name, tensor in whole if self.rank == 0}
         if self.rank == 0:
             base_digest = directory_digest(lm.name_or_path) if adapter else None
@@ -254,13 +270,32 @@ class TrainEngine:
 
     def save(self, directory: str | Path) -> None:
         """This rank's shards, at a step boundary. Every rank calls this, each with a directory of its own."""
-        self.engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+        self.engine.save_checkpoint(str(directory), tag=ENGINE_DIRECTORY, save_latest=False)
+        if self.ema is not None:
+            self.ema.save(Path(directory), self._tensor_rank, self.mesh.data_rank)
 
     def load(self, directory: str | Path) -> None:
-        """What `save` wrote, of all ranks, with as many ranks and the same ZeRO stage."""
-        loaded, _ = self.engine.load_checkpoint(str(directory), tag=_TAG)
+        """What `save` wrote, of all ranks; of another layout, once universal.py has converted it."""
+        universal = is_universal(Path(directory))
+        self.engine._config.load_universal_checkpoint = universal
+        decays = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
+        loaded, _ = self.engine.load_checkpoint(str(directory), tag=ENGINE_DIRECTORY)
         if loaded is None:
             raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint for {self.ranks} ranks")
+        if universal and self.zero_stage == 3:
+            _separate_groups(self.engine.optimizer, decays)
+        if self.ema is not None:
+            self.ema.load(Path(directory), self._tensor_rank)
+
+
+def _separate_groups(optimizer: Any, weight_decays: list[float]) -> None:
+    """What ZeRO-3's loading of a universal checkpoint gets wrong: all groups have the settings of the first, and one
+    tensor between them as AdamW's step, which then counts each group's update.
+    """
+    for group, decay in zip(optimizer.param_groups, weight_decays, strict=True):
+        group["weight_decay"] = decay
+    for state in optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
 
 
 def _weighted(parts: LossParts, totals: dict[str, float]) -> Tensor:

@@ -1,5 +1,6 @@
 """What a trainer rank does to its process before and around training: torch.distributed, threads, RNG."""
 
+import hashlib
 import ipaddress
 import os
 import socket
@@ -64,6 +65,13 @@ def save_rng(directory: Path, rank: int) -> None:
 
 
 def load_rng(directory: Path, rank: int) -> None:
-    states = load_file(directory / f"rng-{rank}.safetensors")
-    torch.set_rng_state(states["cpu"])
-    accelerator().set_rng_state(states["device"])
+    """The states that this rank saved; a rank that was not there takes a seed from rank 0's state and its number."""
+    path = directory / f"rng-{rank}.safetensors"
+    if path.exists():
+        states = load_file(path)
+        torch.set_rng_state(states["cpu"])
+        accelerator().set_rng_state(states["device"])
+    else:
+        first = load_file(directory / "rng-0.safetensors")["cpu"].numpy().tobytes()
+        digest = hashlib.sha256(first + rank.to_bytes(8, "big")).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))

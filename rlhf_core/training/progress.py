@@ -4,14 +4,20 @@ Loads without torch and Ray.
 """
 
 import logging
+import math
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.training import TrainerSettings
-from rlhf_core.store.checkpoints import Checkpoint, complete, newest_complete, rotate
+from rlhf_core.store.checkpoints import Better, Checkpoint, complete, download, newest_complete, rotate
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
+from rlhf_core.training.mesh import zero_stage
 from rlhf_core.training.rank import Job
+from rlhf_core.training.universal import convert_all
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.workers import WorkerGroup
@@ -23,6 +29,23 @@ class ResumeError(Exception):
     """A training checkpoint that this group of ranks cannot load. One line."""
 
 
+@dataclass(frozen=True)
+class ShardLayout:
+    """How a training checkpoint is divided into files. `optimizer` decides whether DeepSpeed can divide it anew."""
+
+    ranks: int
+    zero_stage: int
+    tensor_parallel: int
+    optimizer: str
+
+    @classmethod
+    def of(cls, settings: Any) -> "ShardLayout":
+        """`settings` of a trained stage: dtype, trainer, optimizer."""
+        trainer: TrainerSettings = settings.trainer
+        stage = zero_stage(settings.dtype, trainer)
+        return cls(trainer.ranks, stage, trainer.tensor_parallel, settings.optimizer.name)
+
+
 def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History, *, timeout_s: float) -> int:
     """Restores the newest complete training checkpoint on every rank; its step, or 0 where there is none."""
     checkpoint, skipped = newest_complete(store, job.stage, job.key)
@@ -30,33 +53,70 @@ def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History,
         log.warning("training checkpoint %s is incomplete and was skipped", name)
     if checkpoint is None:
         return 0
-    check_layout(checkpoint, job.settings.trainer)
-    group.call("restore_checkpoint", checkpoint, timeout_s=timeout_s)
+    restore(group, job, store, checkpoint, timeout_s=timeout_s)
     history.replace(checkpoint.extra["history"], checkpoint.extra["samples"])
     log.info("going on from training checkpoint step %d", checkpoint.step)
     history.events.write("phase", name="resumed", step=checkpoint.step, skipped=skipped)
     return checkpoint.step
 
 
-def check_resumable(store: Store, stage: str, key: str, trainer: TrainerSettings) -> None:
-    """Raises ResumeError if there is a training checkpoint that ranks laid out as `trainer` says cannot load.
+def restore(group: "WorkerGroup", job: Job, store: Store, checkpoint: Checkpoint, *, timeout_s: float) -> None:
+    """Loads a whole training checkpoint on every rank, converted first if ranks of another number wrote it."""
+    if not conversion(checkpoint, job.settings):
+        group.call("restore_checkpoint", checkpoint, timeout_s=timeout_s)
+        return
+    path = f"{Path(checkpoint.path).parent}/universal-{checkpoint.step:06d}"
+    store.delete_dir(path)  # what a kill may have left
+    with tempfile.TemporaryDirectory(dir=job.scratch, prefix="universal-") as temp:
+        directory = download(store, checkpoint, Path(temp) / "checkpoint")
+        convert_all(directory)
+        files = store.upload_dir(directory, path)
+    group.call("restore_checkpoint", replace(checkpoint, path=path, files=files), timeout_s=timeout_s)
+    store.delete_dir(path)
+
+
+def check_resumable(store: Store, stage: str, key: str, settings: Any) -> None:
+    """Raises ResumeError if there is a training checkpoint that ranks laid out as `settings` say cannot load.
 
     Reads the store alone, so a driver can ask before it starts anything.
     """
     checkpoint, _ = newest_complete(store, stage, key)
     if checkpoint is not None:
-        check_layout(checkpoint, trainer)
+        conversion(checkpoint, settings)
 
 
-def check_layout(checkpoint: Checkpoint, trainer: TrainerSettings) -> None:
-    saved = {name: checkpoint.extra[name] for name in ("ranks", "zero_stage")}
-    wanted = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage}
-    if saved != wanted:
+def conversion(checkpoint: Checkpoint, settings: Any) -> bool:
+    """Whether a training checkpoint has to be converted for ranks laid out as `settings` say.
+
+    Raises ResumeError where DeepSpeed cannot: between ZeRO-3 and the other stages, which write their parameters in
+    forms of their own; from or to no ZeRO; of tensor-parallel ranks; of Muon's momentum.
+    """
+    saved, wanted = ShardLayout(**checkpoint.extra["layout"]), ShardLayout.of(settings)
+    if saved == wanted or (
+        saved.tensor_parallel == wanted.tensor_parallel and saved.zero_stage == wanted.zero_stage == 0
+    ):
+        return False  # without ZeRO every rank holds everything
+    convertible = (
+        _FAMILY[saved.zero_stage] == _FAMILY[wanted.zero_stage]
+        and saved.tensor_parallel == wanted.tensor_parallel == 1
+        and wanted.optimizer == "adamw"
+    )
+    if not convertible:
         raise ResumeError(
-            f"training checkpoint {checkpoint.path} was written with trainer.ranks {saved['ranks']} and zero_stage "
-            f"{saved['zero_stage']}, this run has {wanted['ranks']} and {wanted['zero_stage']}; run with those of the "
-            f"checkpoint, or delete it to start over"
+            f"training checkpoint {checkpoint.path} was written with {_words(saved)}, this run has {_words(wanted)}, "
+            f"and DeepSpeed cannot convert it; run with those of the checkpoint, or delete it to start over"
         )
+    return True
+
+
+_FAMILY = {0: "none", 1: "flat", 2: "flat", 3: "by parameter"}
+
+
+def _words(layout: ShardLayout) -> str:
+    return (
+        f"trainer.ranks {layout.ranks}, ZeRO stage {layout.zero_stage}, tensor_parallel {layout.tensor_parallel} and "
+        f"optimizer {layout.optimizer}"
+    )
 
 
 def finish_checkpoint(
@@ -70,12 +130,18 @@ def finish_checkpoint(
     *,
     timeout_s: float,
     extra: dict[str, Any] | None = None,
+    metric: float | None = None,
+    better: Better = "lower",
 ) -> None:
-    """Every rank saves and uploads; then, and only then, COMPLETE is written and older ones go."""
+    """Every rank saves and uploads; then, and only then, COMPLETE is written and older ones go.
+
+    metric: what an evaluation at exactly this step gave; the checkpoint with the best one stays.
+    """
     files: dict[str, str] = {}
     for shard in group.call("save_checkpoint", step, timeout_s=timeout_s):
         files |= shard
-    layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage}
+    about = {"layout": asdict(ShardLayout.of(job.settings))}
     curves = {"history": history.records, "samples": history.samples}
-    complete(store, job.stage, job.key, step, files, {**layout, **curves, **(extra or {})}, lease)
-    rotate(store, job.stage, job.key, trainer.keep_checkpoints)
+    finite = metric if metric is not None and math.isfinite(metric) else None
+    complete(store, job.stage, job.key, step, files, {**about, **curves, **(extra or {})}, lease, finite)
+    rotate(store, job.stage, job.key, trainer.keep_checkpoints, better)

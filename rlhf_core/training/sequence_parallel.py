@@ -27,7 +27,7 @@ class SequenceShards:
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # one mesh for all models of the process
             parallel_state_sp.initialize_sequence_parallel(size)
         self.groups: Any = parallel_state_sp  # DeepSpeed's `mpu`
-        self._group = parallel_state_sp.get_sequence_parallel_group()
+        self._group: Any = parallel_state_sp.get_sequence_parallel_group()
         self._rank, self._size = dist.get_rank(self._group), size
         self._predicts = isinstance(module, Policy)
         _attend_over_ranks(module.lm, attention, self._group)
@@ -84,7 +84,7 @@ def _attend_over_ranks(lm: Any, core: str, group: Any) -> None:
 
 
 def _ulysses(core: Callable[..., Any], name: str, group: Any) -> Callable[..., Any]:
-    exchanges: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
+    exchanges: dict[tuple[int, ...], Any] = {}
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         """query: (R, heads, L / P, size); key, value: (R, kv heads, L / P, size)."""

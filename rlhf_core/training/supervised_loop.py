@@ -8,7 +8,7 @@ from rlhf_core.store.checkpoints import best_complete
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import finish_checkpoint, resume_point
+from rlhf_core.training.progress import finish_checkpoint, restore, resume_point
 from rlhf_core.training.rank import Job
 
 SFT_TRAINER = "rlhf_core.training.supervised:SftTrainer"

@@ -148,6 +148,45 @@ def resume(
     }
 
 
+def save_and_go_on(
+    rank: int,
+    ranks: int,
+    *,
+    model: str,
+    trainer: dict[str, Any],
+    dtype: str,
+    samples: Sequence[Any],
+    optimizer: dict[str, Any],
+    directory: str,
+    load_from: str | None = None,
+    steps: int = 2,
+    **options: Any,
+) -> dict[str, Any]:
+    """Loads where told to, trains two steps of the first half of the samples, saves, and does `steps` of the second."""
+    half = len(samples) // 2
+    root = Path(directory)
+    with engine_of("sft", model, trainer, optimizer, dtype, total_steps=8, **options) as engine:
+        objective = objective_of("sft")
+        first, second = (batches_of("sft", part, engine, trainer) for part in (samples[:half], samples[half:]))
+        if load_from is not None:
+            engine.load(Path(load_from))
+        else:
+            for _ in range(2):
+                engine.step(first, objective)
+            engine.save(root / f"own-{rank}" / "model")
+            gather_files(root / f"own-{rank}", root / "checkpoint")
+        loaded = parameters_of(engine)
+        averages = averages_of(engine)
+        results = [engine.step(second, objective) for _ in range(steps)]
+        return {
+            "loaded": loaded,
+            "averages": averages,
+            "parameters": parameters_of(engine),
+            "losses": [r.loss for r in results],
+            "lrs": [r.lr for r in results],
+        }
+
+
 def gathered(rank: int, ranks: int, *, kind: str, model: str, trainer: dict[str, Any], bucket: int) -> dict[str, Any]:
     """`full_parameters` with small buckets, before any step."""
     with engine_of(kind, model, trainer, {"lr": 1e-3}) as engine:
@@ -387,6 +426,10 @@ def gather_files(own: Path, together: Path) -> Path:
 
 def parameters_of(engine: Any) -> dict[str, Any]:
     return {name: tensor.float().numpy() for name, tensor in engine.full_parameters()}
+
+
+def averages_of(engine: Any) -> dict[str, Any]:
+    return {name: tensor.float().numpy() for name, tensor in engine.full_parameters(averaged=True)}
 
 
 def digest_of(engine: Any) -> str:

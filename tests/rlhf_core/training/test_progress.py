@@ -1,5 +1,7 @@
 """Driver's side of training checkpoints: who may go on from one, how many stay, how long each call may take."""
 
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -7,67 +9,182 @@ import pytest
 
 from rlhf_core.config.pipeline import TrackingSettings
 from rlhf_core.config.supervised import RmSettings
-from rlhf_core.config.training import OptimizerSettings, TrainerSettings
-from rlhf_core.store.checkpoints import complete, newest_complete
+from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
+from rlhf_core.store.checkpoints import Checkpoint, complete, download, newest_complete
 from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.events import EventLog
 from rlhf_core.tracking.history import History
-from rlhf_core.training.progress import ResumeError, check_resumable
+from rlhf_core.training import progress
+from rlhf_core.training.progress import ResumeError, ShardLayout, check_resumable, conversion
 from rlhf_core.training.rank import Job
 from rlhf_core.training.supervised_loop import run_supervised
 
 KEY = "a" * 64
 
 
-def test_checkpoint_of_other_ranks_is_refused_from_the_store_alone(tmp_path: Path) -> None:
+def settings_of(dtype: Dtype = "float32", optimizer: str = "adamw", **trainer: Any) -> RmSettings:
+    return RmSettings(
+        optimizer=OptimizerSettings(lr=1.0, name=optimizer),  # type: ignore[arg-type]
+        batch_size=1,
+        max_len=8,
+        max_steps=5,
+        dtype=dtype,
+        trainer=TrainerSettings(**trainer),
+    )
+
+
+def checkpoint_by(settings: RmSettings) -> Checkpoint:
+    return Checkpoint(40, "training/rm/k/step-000040", {}, {"layout": asdict(ShardLayout.of(settings))})
+
+
+@pytest.mark.parametrize(
+    ("wrote", "loads", "wanted"),
+    [
+        ({"ranks": 2}, {"ranks": 2, "micro_batch_size": 1, "activation_checkpointing": True}, False),
+        ({"ranks": 2}, {"ranks": 1}, True),
+        ({"ranks": 2, "zero_stage": 2}, {"ranks": 2, "zero_stage": 1}, True),
+        ({"ranks": 2, "zero_stage": 3}, {"ranks": 1, "zero_stage": 3}, True),
+        ({"ranks": 2, "zero_stage": 0}, {"ranks": 1, "zero_stage": 0}, False),
+        ({"dtype": "bfloat16", "zero_stage": 0}, {"dtype": "bfloat16", "zero_stage": 1}, False),  # it runs with 1
+    ],
+)
+def test_which_checkpoints_are_converted(wrote: dict[str, Any], loads: dict[str, Any], wanted: bool) -> None:
+    assert conversion(checkpoint_by(settings_of(**wrote)), settings_of(**loads)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("wrote", "loads"),
+    [
+        ({"zero_stage": 2}, {"zero_stage": 3}),
+        ({"zero_stage": 3}, {"zero_stage": 1}),
+        ({"zero_stage": 0}, {"zero_stage": 2}),
+        ({"ranks": 2, "tensor_parallel": 2}, {"ranks": 4, "tensor_parallel": 2}),
+        ({"ranks": 2, "tensor_parallel": 2}, {"ranks": 2}),
+        ({"ranks": 2, "optimizer": "muon"}, {"ranks": 1, "optimizer": "muon"}),
+    ],
+)
+def test_checkpoint_that_cannot_be_converted_is_refused(wrote: dict[str, Any], loads: dict[str, Any]) -> None:
+    with pytest.raises(ResumeError, match="DeepSpeed cannot convert it; run with those of the checkpoint, or delete"):
+        conversion(checkpoint_by(settings_of(**wrote)), settings_of(**loads))
+
+
+def test_checkpoint_of_another_layout_is_refused_from_the_store_alone(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    check_resumable(store, "sft", KEY, TrainerSettings(ranks=2))  # nothing to go on from
-    complete(store, "sft", KEY, 40, {"x": "0" * 64}, {"ranks": 4, "zero_stage": 2}, None)
-    check_resumable(store, "sft", KEY, TrainerSettings(ranks=4, zero_stage=2))
-    for trainer, has in ((TrainerSettings(ranks=2), "2 and 2"), (TrainerSettings(ranks=4, zero_stage=3), "4 and 3")):
-        with pytest.raises(ResumeError) as caught:
-            check_resumable(store, "sft", KEY, trainer)
-        assert str(caught.value) == (
-            f"training checkpoint training/sft/{KEY}/step-000040 was written with trainer.ranks 4 and zero_stage 2, "
-            f"this run has {has}; run with those of the checkpoint, or delete it to start over"
-        )
+    check_resumable(store, "rm", KEY, settings_of(ranks=2))  # nothing to go on from
+    extra = {"layout": asdict(ShardLayout.of(settings_of(ranks=4, zero_stage=3)))}
+    complete(store, "rm", KEY, 40, {"x": "0" * 64}, extra, None)
+    check_resumable(store, "rm", KEY, settings_of(ranks=2, zero_stage=3))
+    with pytest.raises(ResumeError) as caught:
+        check_resumable(store, "rm", KEY, settings_of(ranks=2))
+    assert str(caught.value) == (
+        f"training checkpoint training/rm/{KEY}/step-000040 was written with trainer.ranks 4, ZeRO stage 3, "
+        f"tensor_parallel 1 and optimizer adamw, this run has trainer.ranks 2, ZeRO stage 2, tensor_parallel 1 and "
+        f"optimizer adamw, and DeepSpeed cannot convert it; run with those of the checkpoint, or delete it to start "
+        f"over"
+    )
 
 
 class Calls:
-    """In the place of a worker group: answers at once, and notes how long each call might have taken."""
+    """In the place of a worker group: answers at once, and notes what was called and how long it might have taken."""
 
-    def __init__(self, store: Store):
-        self._store, self.limits = store, {}
+    def __init__(self, store: Store, losses: tuple[float, ...] = (1.0,) * 5):
+        self._store, self._losses, self._step = store, losses, 0
+        self.limits: dict[str, set[float]] = {}
+        self.restored: list[int] = []
 
     def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         self.limits.setdefault(method, set()).add(timeout_s)
-        if method == "save_checkpoint":
-            self._store.write_bytes(f"training/rm/{KEY}/step-{args[0]:06d}/shard", b"x")
-            return [{"shard": "0" * 64}]
-        return [{"load": {"total_steps": 5, "eval_rows": 1}, "restore_checkpoint": None}.get(method, {"loss": 1.0})]
+        return [getattr(self, method)(*args)]
+
+    def load(self) -> dict[str, int]:
+        return {"total_steps": 5, "eval_rows": 1}
+
+    def prepare(self) -> None: ...
+
+    def train_step(self) -> dict[str, float]:
+        self._step += 1
+        return {"loss": 1.0}
+
+    def evaluate(self) -> dict[str, float]:
+        return {"loss": self._losses[self._step - 1]}
+
+    def save_checkpoint(self, step: int) -> dict[str, str]:
+        self._store.write_bytes(f"training/rm/{KEY}/step-{step:06d}/shard", b"x")
+        return {"shard": sha256(b"x").hexdigest()}
+
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._step = checkpoint.step
+        self.restored.append(checkpoint.step)
+
+
+def run(tmp_path: Path, group: Calls, store: Store, **settings: Any) -> dict[str, Any]:
+    given = RmSettings(optimizer=OptimizerSettings(lr=1.0), batch_size=1, max_len=8, max_steps=5, **settings)
+    events = EventLog(tmp_path / "events.jsonl")
+    lease = acquire(store, "rm", KEY, {"test": True}, 3600)
+    job = Job("rm", KEY, given, store.url, lease.n, str(tmp_path))
+    history = History(tmp_path, events, TrackingSettings(), run_name="x", config={})
+    try:
+        return run_supervised(group, job, store, lease, history, start_timeout_s=900)  # type: ignore[arg-type]
+    finally:
+        lease.release()
+
+
+def steps_in(store: Store) -> list[str]:
+    return sorted(name for name in store.list_names(f"training/rm/{KEY}") if name.startswith("step-"))
 
 
 def test_loop_keeps_as_many_checkpoints_as_told_and_waits_as_long_as_told(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
-    trainer = TrainerSettings(save_steps=1, keep_checkpoints=3, step_timeout_s=7)
-    settings = RmSettings(optimizer=OptimizerSettings(lr=1.0), batch_size=1, max_len=8, max_steps=5, trainer=trainer)
-    lease = acquire(store, "rm", KEY, {"test": True}, 3600)
-    events = EventLog(tmp_path / "events.jsonl")
-    job = Job("rm", KEY, settings, store.url, lease.n, str(tmp_path))
     group = Calls(store)
     for _ in range(2):  # the second goes on from the last step
-        history = History(tmp_path, events, TrackingSettings(), run_name="x", config={})
-        run_supervised(group, job, store, lease, history, start_timeout_s=900)  # type: ignore[arg-type]
-    names = store.list_names(f"training/rm/{KEY}")
-    assert sorted(name for name in names if name.startswith("step-")) == ["step-000003", "step-000004", "step-000005"]
+        run(tmp_path, group, store, trainer=TrainerSettings(save_steps=1, keep_checkpoints=3, step_timeout_s=7))
+    assert steps_in(store) == ["step-000003", "step-000004", "step-000005"]
     newest, _ = newest_complete(store, "rm", KEY)
     assert newest is not None
     assert newest.step == 5
+    assert group.limits.pop("evaluate") in ({7}, {900})
     assert group.limits == {
         "load": {900},
+        "prepare": {900},
         "restore_checkpoint": {900},
         "save_checkpoint": {900},
         "train_step": {7},
-        "evaluate": {7},
     }
+
+
+def test_loop_ends_with_the_best_weights(tmp_path: Path) -> None:
+    """Evaluations 3, 1, 2, 4, 5: step 2 stays although one checkpoint is kept, and is what the ranks end with."""
+    store = Store(str(tmp_path / "store"))
+    group = Calls(store, losses=(3.0, 1.0, 2.0, 4.0, 5.0))
+    trainer = TrainerSettings(save_steps=1, keep_checkpoints=1)
+    done = run(tmp_path, group, store, best_metric="loss", eval_steps=1, trainer=trainer)
+    assert steps_in(store) == ["step-000002", "step-000005"]
+    assert group.restored == [2]
+    assert done == {"total_steps": 5, "exported_step": 2, "eval/loss": 1.0}
+    again = run(tmp_path, group, store, best_metric="loss", eval_steps=1, trainer=trainer)
+    assert again == done
+    assert group.restored == [2, 5, 2]
+
+
+def test_checkpoint_of_other_ranks_is_restored_from_a_converted_copy(tmp_path: Path, monkeypatch: Any) -> None:
+    """The ranks get the copy, whole and verified; afterwards the store has the checkpoint alone."""
+    store = Store(str(tmp_path / "store"))
+    written = settings_of(ranks=2)
+    files = {"shard": sha256(b"x").hexdigest()}
+    store.write_bytes(f"training/rm/{KEY}/step-000040/shard", b"x")
+    complete(store, "rm", KEY, 40, files, {"layout": asdict(ShardLayout.of(written))}, None)
+    checkpoint, _ = newest_complete(store, "rm", KEY)
+    assert checkpoint is not None
+    monkeypatch.setattr(progress, "convert_all", lambda directory: (directory / "shard").write_bytes(b"converted"))
+    seen = []
+
+    class Group:
+        def call(self, method: str, given: Checkpoint, timeout_s: float) -> None:
+            there = download(store, given, tmp_path / "there")
+            seen.append((method, given.step, (there / "shard").read_bytes(), timeout_s))
+
+    job = Job("rm", KEY, settings_of(ranks=1), store.url, 1, str(tmp_path))
+    progress.restore(Group(), job, store, checkpoint, timeout_s=9.0)  # type: ignore[arg-type]
+    assert seen == [("restore_checkpoint", 40, b"converted", 9.0)]
+    assert store.list_names(f"training/rm/{KEY}") == ["step-000040"]
