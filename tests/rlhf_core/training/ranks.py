@@ -1,7 +1,7 @@
 """Trainer ranks in processes of their own, and the programs that tests run on them by name.
 
 Loaded by path: by conftest.py in the test process, and by `Ranks` in each rank, where it runs as "__rank__". So it
-imports torch and DeepSpeed inside the programs alone. Programs on the engine are in engine_programs.py.
+imports torch and DeepSpeed inside the programs alone. Other programs are in engine_programs.py and lora_programs.py.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_programs
+import lora_programs
 from engine_programs import digest_of, parameters_of
 
 HOST = "127.0.0.1"
@@ -94,7 +95,7 @@ def _serve(connection: Connection, rank: int, ranks: int) -> None:
                 kept["joined"] = True
                 connection.send((True, None))
             else:
-                programs = {**vars(engine_programs), **globals()}
+                programs = {**vars(engine_programs), **vars(lora_programs), **globals()}
                 connection.send((True, programs[program](rank, ranks, **arguments)))
         except BaseException:  # noqa: BLE001 - the test process raises it again
             connection.send((False, traceback.format_exc()))
