@@ -60,8 +60,6 @@ def add_lora(lm: PreTrainedModel, settings: LoraSettings, task: Task, seed: int)
         torch.manual_seed(seed)
         # What it returns is a shell around lm, which it has changed in place.
         get_peft_model(lm, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
-    # Re-entrant activation checkpointing gives no gradient to layers none of whose inputs wants one.
-    lm.enable_input_require_grads()
 
 
 def _check_targets(lm: PreTrainedModel, targets: Iterable[str]) -> None:
