@@ -62,6 +62,11 @@ def llama_tied(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def llama_tied_two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_llama(tmp_path_factory.mktemp("models") / "llama-tied-two", tied=True, kv_heads=2))
+
+
+@pytest.fixture(scope="session")
 def scorer(tmp_path_factory: pytest.TempPathFactory, llama: str) -> str:
     """A reward model with a head that is far from 0."""
     return str(make_scorer(tmp_path_factory.mktemp("models") / "scorer", llama))
