@@ -11,11 +11,19 @@ class ContractError(Exception):
     """Two artifacts, or an artifact and a setting, that do not fit together. One line that names both sides."""
 
 
-_SHARED = ("tokenizer_digest", "chat_template_digest", "bos_token_id", "eos_token_id", "pad_token_id")
+_SHARED = (
+    "tokenizer_digest",
+    "chat_template_digest",
+    "input_template",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def check_same_tokenizer(**models: Manifest) -> None:
-    """Refuses models whose token ids mean different things, e.g. a reward model that would read the policy's ids."""
+    """Refuses models whose token ids mean different things, e.g. a reward model that would read the policy's ids, or
+    that were trained to read prompts otherwise."""
     (first, reference), *others = models.items()
     for name, manifest in others:
         for fact in _SHARED:
@@ -73,6 +81,12 @@ def check_held_out(stage: str, dataset: str, data: Manifest) -> None:
 def described(name: str, manifest: Manifest) -> str:
     """An input in a message: `policy (sft/0123456789ab)`."""
     return f"{name} ({manifest.stage}/{manifest.key[:12]})"
+
+
+def input_template(manifest: Manifest) -> str | None:
+    """What a model was trained to read prompts through; None for the chat template."""
+    template = (manifest.model or {}).get("input_template")
+    return None if template is None else str(template)
 
 
 def _short(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.config.pipeline import POLICIES
 from rlhf_core.config.rl import EvaluateSettings
-from stages.contract import check_length, check_same_tokenizer, described
+from stages.contract import check_length, check_same_tokenizer, described, input_template
 from stages.definition import Stage, StageContext, StageResult
 
 SHOWN = 10  # generations in the summary; the artifact holds all
@@ -27,7 +27,9 @@ def evaluate(context: StageContext) -> StageResult:
         length = settings.sampler.max_model_len
         check_length("evaluate.sampler.max_model_len", length, model, context.inputs[name] / "model")
     tokenizer = load_tokenizer(context.inputs[names[0]] / "model")
-    prompts, dropped = load_prompts(context.inputs["data"] / "rows.jsonl", tokenizer, settings.max_prompt_len)
+    template = input_template(context.manifests[names[0]])
+    path = context.inputs["data"] / "rows.jsonl"
+    prompts, dropped = load_prompts(path, tokenizer, settings.max_prompt_len, template)
     rows = [{"prompt": prompt.text, "label": prompt.label} for prompt in prompts]
     metrics: dict[str, Any] = {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
     with closing(context.history()) as history, ray_session(context.run.cluster, actors=1):

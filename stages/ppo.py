@@ -10,7 +10,7 @@ from rlhf_core.data.rows import write_jsonl
 from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.tracking.history import History
 from rlhf_core.training.progress import check_resumable
-from stages.contract import check_head, check_length, check_same_tokenizer, described
+from stages.contract import check_head, check_length, check_same_tokenizer, described, input_template
 from stages.definition import Stage, StageContext, StageResult
 
 
@@ -23,14 +23,20 @@ def ppo(context: StageContext) -> StageResult:
     check_resumable(context.store, context.stage, context.key, settings)
     tokenizer = load_tokenizer(context.inputs["policy"] / "model")
     limit = settings.rollout.max_prompt_len
-    prompts, dropped = load_prompts(context.inputs["prompts"] / "rows.jsonl", tokenizer, limit)
-    eval_prompts, _ = load_prompts(context.inputs["eval"] / "rows.jsonl", tokenizer, limit)
+    template = input_template(context.manifests["policy"])
+    prompts, dropped = load_prompts(context.inputs["prompts"] / "rows.jsonl", tokenizer, limit, template)
+    eval_prompts, _ = load_prompts(context.inputs["eval"] / "rows.jsonl", tokenizer, limit, template)
     with closing(context.history()) as history:
         measured, facts = _train(context, tokenizer, prompts, eval_prompts, mix, history)
     measured |= {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
     _write_plots(context.files, history)
     write_jsonl(context.files / "samples.jsonl", history.samples)
-    model = {**facts, "model_class": "AutoModelForCausalLM", "dtype": settings.dtype}
+    model = {
+        **facts,
+        "input_template": template,
+        "model_class": "AutoModelForCausalLM",
+        "dtype": settings.dtype,
+    }
     return StageResult(context.files, measured, model=model, summary=_summary(measured))
 
 

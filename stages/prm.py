@@ -37,7 +37,7 @@ def _held_out(trained: Trained) -> list[str]:
         trained.files / "plots" / "calibration.png",
         "PRM: held-out steps by their place in the solution",
         calibration_curves(trained.metrics),
-        xlabel="step of the solution (the last: all later ones)",
+        xlabel="step of the solution (9: the ninth and later ones)",
     )
     means = {name.removeprefix("eval/"): value for name, value in trained.metrics.items() if name.startswith("eval/")}
     error = trained.metrics["eval/calibration_error"] = calibration_error(means)

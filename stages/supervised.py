@@ -79,7 +79,13 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     trained = Trained(
         context.files,
         {**tokens.counts, **measured, "first_loss": losses[0], "last_loss": losses[-1]},
-        model={**facts, **adapter_facts(settings, Path(model)), "model_class": model_class, "dtype": settings.dtype},
+        model={
+            **facts,
+            **adapter_facts(settings, Path(model)),
+            "input_template": settings.text.input_template if settings.text.format == "template" else None,
+            "model_class": model_class,
+            "dtype": settings.dtype,
+        },
         history=history,
         tokens=tokens,
     )

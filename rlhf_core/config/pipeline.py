@@ -128,6 +128,18 @@ class PipelineSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _held_out_pairs(self) -> "PipelineSettings":
+        pairs = self.data.pairs
+        if self.rm is None or pairs is None or any(part.has_held_out for part in pairs.parts):
+            return self
+        generated = pairs.arithmetic is not None
+        wanted = "data.pairs.arithmetic.eval_rows" if generated else "data.pairs.eval_path, eval_split or eval_share"
+        raise ValueError(
+            "rm needs held-out rows of data.pairs, on which the reward model's accuracy and normalisation are "
+            f"measured; give {wanted}"
+        )
+
+    @model_validator(mode="after")
     def _data_sets(self) -> "PipelineSettings":
         for section, kinds in SECTION_DATA.items():
             for kind in kinds:

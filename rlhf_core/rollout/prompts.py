@@ -1,11 +1,14 @@
 """Prompts as token ids, with their labels, and the requests that a step makes of the sampler."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data.batches import TokenError, render_prompt
+from rlhf_core.config.supervised import TextSettings
+from rlhf_core.data.encode import Encoder
+from rlhf_core.data.errors import TokenError
 from rlhf_core.data.rows import read_jsonl
 from rlhf_core.rollout.sample import SampleRequest, sample_seed
 
@@ -20,12 +23,19 @@ class Prompt:
     label: str
 
 
-def load_prompts(path: Path, tokenizer: Any, max_prompt_len: int) -> tuple[list[Prompt], int]:
-    """The prompts of a file, and how many were dropped for being longer than `max_prompt_len` tokens."""
+def load_prompts(
+    path: Path, tokenizer: Any, max_prompt_len: int, input_template: str | None = None
+) -> tuple[list[Prompt], int]:
+    """The prompts of a file, and how many were dropped for being longer than `max_prompt_len` tokens.
+
+    They go through the tokenizer's chat template, or through `input_template` where the policy was trained with one.
+    """
     rows = read_jsonl(path)
+    text = TextSettings() if input_template is None else TextSettings(format="template", input_template=input_template)
+    encoded = Encoder(tokenizer, text, sys.maxsize).prompts(rows)
     prompts = [
-        Prompt(number, row["prompt"], tuple(render_prompt(tokenizer, row["prompt"])), str(row["label"]))
-        for number, row in enumerate(rows)
+        Prompt(number, shown(rows[number]["prompt"]), tuple(item.samples[0].ids.tolist()), str(rows[number]["label"]))
+        for number, item in zip(encoded.row_ids, encoded.items, strict=True)
     ]
     kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_len]
     if not kept:
@@ -35,6 +45,11 @@ def load_prompts(path: Path, tokenizer: Any, max_prompt_len: int) -> tuple[list[
             f"{shortest}); raise it"
         )
     return kept, len(prompts) - len(kept)
+
+
+def shown(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt as text for samples and reports: of a conversation, what was said."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
 
 
 def rollout_requests(

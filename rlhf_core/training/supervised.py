@@ -11,6 +11,7 @@ import torch
 
 from rlhf_core.config.supervised import SftSettings, SupervisedSettings
 from rlhf_core.data.batches import SampleOrder
+from rlhf_core.data.encode import read_chat_template
 from rlhf_core.data.layout import Layout, make_batch, plan_step
 from rlhf_core.data.samples import Item
 from rlhf_core.models.lora import add_lora, nf4_config
@@ -42,6 +43,8 @@ class SupervisedTrainer(TrainerRank):
         torch.manual_seed(settings.seed + self.rank)
         self.model_dir = self._base or self.job.input_path("model") / "model"
         self.tokenizer = load_tokenizer(self.model_dir)
+        # Exports carry the template that the model was trained with.
+        self.tokenizer.chat_template = read_chat_template(settings.text) or self.tokenizer.chat_template
         self.tables = self.job.token_tables()
         rows = len(self.tables["train"])
         self.order = SampleOrder(rows, settings.seed)

@@ -227,11 +227,11 @@ def test_ppo_refuses_what_does_not_fit_before_an_engine_starts(spec_of, ppo_inpu
     assert "starting ranks and sampler" not in names
 
 
-def test_ppo_refuses_a_training_checkpoint_of_other_ranks_before_an_engine_starts(spec_of, ppo_inputs, tmp_path):
+def test_ppo_refuses_a_training_checkpoint_of_another_layout_before_an_engine_starts(spec_of, ppo_inputs, tmp_path):
     path, planned = spec_of("ppo", ["ppo.sampler.max_model_len=32", *FITTING], inputs=ppo_inputs)
-    layout = {"ranks": 4, "zero_stage": 2}
-    complete(Store(f"{tmp_path}/store"), "ppo", planned.key.key, 20, {"model": "0" * 64}, layout, lease=None)
-    fails(run(path, "stages.ppo"), "was written with trainer.ranks 4 and zero_stage 2, this run has 2 and 2")
+    extra = {"layout": {"ranks": 4, "zero_stage": 3, "tensor_parallel": 1, "optimizer": "adamw"}}
+    complete(Store(f"{tmp_path}/store"), "ppo", planned.key.key, 20, {"model": "0" * 64}, extra, lease=None)
+    fails(run(path, "stages.ppo"), "was written with trainer.ranks 4, ZeRO stage 3")
 
 
 def drive(spec_path, monkeypatch, work):

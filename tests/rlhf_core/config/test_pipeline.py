@@ -58,9 +58,9 @@ def test_overrides_leave_their_source_alone():
         ("data.sft.path=x.jsonl", "data.sft: give exactly one of `path`, `hub` and `arithmetic`"),
         ("ppo.reward={rm: 0, exact: 0}", "every weight is 0, so nothing would be rewarded"),
         ("ppo.critic.warmup_steps=120", "critic.warmup_steps 120 leave none of 120 steps to train the policy"),
-        ("data.pairs.arithmetic.eval_rows=0", "data: pairs has no held-out rows"),
-        ("data.pairs.arithmetic.eval_rows=0", "give pairs.arithmetic.eval_rows"),
-        ("data.pairs={path: x.jsonl}", "give pairs.eval_path"),
+        ("data.pairs.arithmetic.eval_rows=0", "rm needs held-out rows of data.pairs, on which"),
+        ("data.pairs.arithmetic.eval_rows=0", "give data.pairs.arithmetic.eval_rows"),
+        ("data.pairs={path: x.jsonl}", "give data.pairs.eval_path"),
         ("sft.model.scratch.heads=3", "hidden_size 128 must be a multiple of 2 x heads 3"),
     ],
 )
