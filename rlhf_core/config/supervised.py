@@ -1,6 +1,6 @@
 """Settings of the supervised stages: SFT, reward model, process reward model, DPO, KTO."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,8 @@ class TextSettings(Settings):
 class SupervisedSettings(Settings):
     """What all of them share. `epochs` or `max_steps` says when to stop."""
 
+    metrics: ClassVar[tuple[str, ...]]  # of an evaluation, by which the best one can be chosen
+
     model: ModelSource | None = Field(
         default=None, description="The model to start from; null: the SFT stage's (which must have one of its own)."
     )
@@ -72,6 +74,8 @@ class SupervisedSettings(Settings):
     def _stops(self) -> "SupervisedSettings":
         if (self.epochs is None) == (self.max_steps is None):
             raise ValueError("give exactly one of `epochs` and `max_steps`")
+        if self.best_metric is not None and self.best_metric not in self.metrics:
+            raise ValueError(f"best_metric {self.best_metric!r} is none of {', '.join(self.metrics)}")
         scratch = self.model.scratch if self.model is not None else None
         if scratch is not None and self.max_len > scratch.max_position:
             raise ValueError(
@@ -80,15 +84,28 @@ class SupervisedSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters(self) -> "SupervisedSettings":
+        if self.lora is not None and self.trainer.tensor_parallel > 1:
+            raise ValueError(
+                f"lora with trainer.tensor_parallel {self.trainer.tensor_parallel}: DeepSpeed would divide the adapters "
+                f"too; use trainer.zero_stage 3, which divides all weights"
+            )
+        return self
+
 
 class SftSettings(SupervisedSettings):
     """Supervised fine-tuning, or continued pre-training with text.format `text`."""
+
+    metrics = ("loss",)
 
     model: ModelSource = Field(description="The base model.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class RmSettings(SupervisedSettings):
     """A scalar head on the model, trained on preference pairs."""
+
+    metrics = ("loss", "accuracy", "margin")
 
     loss: Literal["sigmoid", "log_exp"] = Field(
         default="sigmoid", description="Bradley-Terry, with the margin where used; or log(1 + exp(-difference))."
@@ -107,6 +124,8 @@ class RmSettings(SupervisedSettings):
 
 class PrmSettings(SupervisedSettings):
     """A process reward model: a causal model that judges each step at a placeholder token behind it."""
+
+    metrics = ("loss", "accuracy")
 
     placeholder_token: str = Field(description="A token of the vocabulary that stands behind each step.")
     reward_tokens: tuple[str, ...] = Field(
@@ -132,6 +151,8 @@ class PrmSettings(SupervisedSettings):
 class DpoSettings(SupervisedSettings):
     """Direct preference optimisation (Rafailov et al. 2023), cDPO and IPO, on preference pairs."""
 
+    metrics = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
+
     beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
     loss: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="DPO's, or IPO's (Azar et al. 2023).")
     label_smoothing: float = Field(
@@ -151,6 +172,8 @@ class DpoSettings(SupervisedSettings):
 
 class KtoSettings(SupervisedSettings):
     """KTO (Ethayarajh et al. 2024) on responses that are labelled good or bad, without pairs."""
+
+    metrics = ("loss", "kl", "rewards/desirable", "rewards/undesirable")
 
     beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
     desirable_weight: float = Field(default=1.0, ge=0, description="Weight of good responses.")

@@ -51,7 +51,7 @@ def run_supervised(
         if info["eval_rows"] and _evaluates(settings, step, total):
             evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
             history.add(step, evaluation, phase="eval")
-            metric = _best_metric(settings, evaluation)
+            metric = evaluation[settings.best_metric] if settings.best_metric is not None else None
         if step % settings.trainer.save_steps == 0 or step == total or _improved(settings, history, step):
             finish_checkpoint(
                 group,
@@ -76,21 +76,6 @@ def run_supervised(
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
     return step == total or (settings.eval_steps is not None and step % settings.eval_steps == 0)
-
-
-def _best_metric(settings: SupervisedSettings, evaluation: Metrics) -> float | None:
-    if settings.best_metric is None:
-        return None
-    if settings.best_metric not in evaluation:
-        raise MetricError(
-            f"best_metric {settings.best_metric!r} is no metric of this stage's evaluation; it has "
-            f"{', '.join(sorted(evaluation))}"
-        )
-    return evaluation[settings.best_metric]
-
-
-class MetricError(Exception):
-    """A metric that the settings name and the evaluation lacks. One line."""
 
 
 def _improved(settings: SupervisedSettings, history: History, step: int) -> bool:
