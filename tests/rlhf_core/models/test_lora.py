@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from rlhf_core.config.base import SettingsError
-from rlhf_core.config.training import LoraSettings
+from rlhf_core.config.supervised import RmSettings
+from rlhf_core.config.training import LoraSettings, OptimizerSettings, TrainerSettings
 from rlhf_core.models.lora import adapter_state, add_lora, hugging_face_name, is_adapter, merged_state, nf4_config
 
 SIZES: dict[str, Any] = {
@@ -239,3 +240,15 @@ def test_qlora_is_nf4_with_quantised_constants() -> None:
     config = nf4_config(torch.bfloat16)
     assert (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == ("nf4", True)
     assert config.bnb_4bit_compute_dtype == config.bnb_4bit_quant_storage == torch.bfloat16
+
+
+def test_adapters_are_refused_with_tensor_parallelism_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"lora with trainer.tensor_parallel 2: .*use trainer.zero_stage 3"):
+        RmSettings(
+            lora=LoraSettings(rank=2),
+            optimizer=OptimizerSettings(lr=1e-3),
+            batch_size=2,
+            max_len=8,
+            max_steps=1,
+            trainer=TrainerSettings(ranks=2, tensor_parallel=2),
+        )
