@@ -88,8 +88,8 @@ class SupervisedSettings(Settings):
     def _adapters(self) -> "SupervisedSettings":
         if self.lora is not None and self.trainer.tensor_parallel > 1:
             raise ValueError(
-                f"lora with trainer.tensor_parallel {self.trainer.tensor_parallel}: DeepSpeed would divide the adapters "
-                f"too; use trainer.zero_stage 3, which divides all weights"
+                f"lora with trainer.tensor_parallel {self.trainer.tensor_parallel}: DeepSpeed would divide adapters as "
+                f"well; use trainer.zero_stage 3, which divides all weights"
             )
         return self
 
