@@ -20,6 +20,7 @@ def train_lora(
     steps: int,
     directory: str,
     dtype: str = "float32",
+    in_4bit: bool = False,
 ) -> dict[str, Any]:
     """Steps on the same samples and the export. Each step's loss, and the dtypes of what the optimizer updates."""
     import torch
@@ -31,7 +32,7 @@ def train_lora(
 
     torch.manual_seed(100 * rank)  # as a trainer does: ranks draw different numbers
     engine = TrainEngine(
-        lambda: with_adapters(kind, model, dtype),
+        lambda: with_adapters(kind, model, dtype, in_4bit),
         dtype=dtype,  # type: ignore[arg-type]
         trainer=TrainerSettings(**trainer),
         optimizer=OptimizerSettings(**optimizer),
@@ -45,17 +46,21 @@ def train_lora(
     return {"losses": losses, "masters": masters}
 
 
-def with_adapters(kind: str, model: str, dtype: str) -> Any:
+def with_adapters(kind: str, model: str, dtype: str, in_4bit: bool) -> Any:
     from engine_programs import PAD, module_of
 
     from rlhf_core.config.training import LoraSettings
-    from rlhf_core.models.lora import add_lora
+    from rlhf_core.models.lora import add_lora, nf4_config
+    from rlhf_core.models.policy import load_policy
     from rlhf_core.models.process_scorer import StepTokens, load_process_scorer
     from rlhf_core.training.engine import TORCH_DTYPE
 
     if kind == "prm":
         tokens = StepTokens(20, VERDICTS, "\n")
         module: Any = load_process_scorer(model, tokens=tokens, dtype=TORCH_DTYPE[dtype], attention="sdpa")
+    elif in_4bit:
+        quantization = nf4_config(TORCH_DTYPE[dtype])
+        module = load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", quantization=quantization)
     else:
         module = module_of(kind, model, dtype, PAD)
     add_lora(module.lm, LoraSettings(**LORA), "reward" if kind == "rm" else "causal", SEED)

@@ -154,3 +154,40 @@ def test_small_updates_of_bfloat16_adapters_add_up(
     moved = torch.cat([tensor.float().abs().flatten() for name, tensor in adapter.items() if "lora_B" in name])
     assert float(moved.median()) == pytest.approx(4e-6, rel=0.3)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_adapters_on_4_bit_weights_are_exported_on_the_whole_base(
+    groups: Any, llama: str, exchanges: Any, tmp_path: Path, zero_stage: int
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes")
+    out = tmp_path / "model"
+    done = groups[2].run(
+        "train_lora",
+        kind="sft",
+        model=llama,
+        trainer={"ranks": 2, "zero_stage": zero_stage, "micro_batch_size": 4},
+        optimizer=OPTIMIZER,
+        samples=exchanges,
+        steps=4,
+        directory=str(out),
+        dtype="bfloat16",
+        in_4bit=True,
+    )
+    assert done[0]["losses"][-1] < 0.9 * done[0]["losses"][0]
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    base, adapter, given = (
+        load_file(where)
+        for where in (
+            Path(llama) / "model.safetensors",
+            out / "adapter" / "adapter_model.safetensors",
+            out / "model.safetensors",
+        )
+    )
+    assert set(given) == set(base)
+    assert {tensor.dtype for tensor in given.values()} == {torch.bfloat16}
+    layer = "model.layers.1.mlp.down_proj"
+    a, b = (adapter[f"base_model.model.{layer}.lora_{matrix}.weight"].float() for matrix in "AB")
+    expected = base[f"{layer}.weight"].bfloat16().float() + 8 / 2 * b @ a
+    torch.testing.assert_close(given[f"{layer}.weight"].float(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(given["model.norm.weight"], base["model.norm.weight"].bfloat16())
