@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, TrainerSettings
@@ -229,3 +229,40 @@ def test_adapters_train_and_leave_the_rest_alone(
     assert "model.embed_tokens.weight" not in moved
     assert "model.layers.0.self_attn.q_proj.weight" in moved
     assert (out / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, llama: str) -> str:
+    """A mixture of experts with the small Llama's tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "mixture"
+    shutil.copytree(llama, directory, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_a_mixture_of_experts_trains_with_its_balance(groups: Any, job_of: Any, mixture: str, experts: str) -> None:
+    """Loss and balance add up, with each kernel of the experts."""
+    trainer = {"experts_implementation": experts}
+    job = job_of("sft", 1, model=ModelSource(path=mixture), aux_loss_coef=0.5, trainer=trainer)
+    done = groups[1].run("supervised", target=TARGETS["sft"], job=job, train_steps=8)[0]
+    for step in done["steps"]:
+        assert step["loss"] == pytest.approx(step["nll"] + 0.5 * step["aux"], rel=1e-5)
+    assert done["after"]["nll"] < done["before"]["nll"]
