@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.config.rl import AlgorithmSettings
-from rlhf_core.data.batches import render_exchange
-from rlhf_core.models.scratch import build_tokenizer
 from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
-from rlhf_core.training.supervised_objectives import PairwiseObjective, SftObjective, pair_batch, sft_batch
 
 RL_FIELDS = {"policy": ("old_logprobs", "advantages"), "value": ("old_values", "returns")}
 NAN = float("nan")
@@ -102,43 +99,3 @@ def test_clip_of_values_reaches_their_loss(clip: float, expected: float) -> None
 def test_value_of_a_state_is_the_score_before_the_token() -> None:
     scores = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert state_values(scores).tolist() == [[0.0, 1.0, 2.0], [0.0, 4.0, 5.0]]
-
-
-def test_sft_trains_the_response_from_its_first_token_to_its_end_token() -> None:
-    tokenizer = build_tokenizer(64)
-    rows = [render_exchange(tokenizer, "3+4=", "3+4=7#7"), render_exchange(tokenizer, "1+1+1=", "3")]
-    batch = sft_batch(rows, tokenizer.pad_token_id)
-    trained = [tokenizer.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
-    assert trained == ["3+4=7#7<|end|>", "3<|end|>"]
-    # Minus log-prob of token t is 2**t: the sum tells which tokens are in it.
-    outputs = -(2.0 ** torch.arange(batch["input_ids"].shape[1])).expand(2, -1)
-    # <s><|user|>3+4=<|end|><|assistant|> are 8 tokens, <s><|user|>1+1+1=<|end|><|assistant|> are 10.
-    expected = sum(2**t for t in range(8, 16)) + sum(2**t for t in (10, 11))
-    parts = SftObjective().loss(batch, outputs)
-    assert parts.terms["nll"].numerator.item() == expected
-    assert SftObjective().denominators(batch) == {"nll": 10.0}
-
-
-def test_pairwise_fill_counts_nowhere() -> None:
-    tokenizer = build_tokenizer(64)
-    pair = (render_exchange(tokenizer, "3+4=", "7"), render_exchange(tokenizer, "3+4=", "8888"))
-    batch = pair_batch([pair, pair], tokenizer.pad_token_id)
-    batch["weight"] = torch.tensor([1.0, 0.0])
-    scores = torch.zeros(batch["input_ids"].shape)
-    scores[0, 9], scores[2, 12] = 2.0, 0.5  # last tokens: 8 of the prompt, 1 or 4 digits, the end token
-    scores[1], scores[3] = NAN, NAN
-    scores.requires_grad_(True)
-    objective = PairwiseObjective()
-    parts = objective.loss(batch, scores)
-    parts.terms["pairwise"].numerator.backward()
-    assert parts.terms["pairwise"].numerator.item() == pytest.approx(0.20141328)  # log(1 + exp(-1.5))
-    assert objective.denominators(batch) == {"pairwise": 1.0}
-    assert {name: (float(a), float(b)) for name, (a, b) in parts.metrics.items()} == {
-        "accuracy": (1.0, 1.0),
-        "margin": (1.5, 1.0),
-        "score": (2.5, 2.0),
-        "score squared": (4.25, 2.0),
-    }
-    gradient = scores.grad
-    assert gradient is not None
-    assert gradient.nonzero().tolist() == [[0, 9], [2, 12]]
