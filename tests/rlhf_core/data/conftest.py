@@ -39,6 +39,12 @@ _SPECIAL = (
     "[INST]",
     "[/INST]",
     "<|end|>",
+    "<turn|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|call|>",
+    "<|return|>",
     "<|step|>",
 )
 # "<think>" and "<tool_call>" are tokens of Qwen that are not special.
@@ -50,15 +56,18 @@ _CORPUS = [
 ]
 
 
-def build_tokenizer(bos: str | None, eos: str, adds_bos: bool = False, trim_offsets: bool = False) -> Any:
+def build_tokenizer(
+    bos: str | None, eos: str, adds_bos: bool = False, trim_offsets: bool = False, pattern: str = r" ?\S+|\s+"
+) -> Any:
     """A byte-level BPE tokenizer with the templates' special tokens, in which "\\n\\n" is one token.
 
-    trim_offsets: leave white space out of the offsets, as GPT-2's tokenizer does.
+    trim_offsets: leave white space out of the offsets, as GPT-2's tokenizer does. pattern: no token reaches over the
+    border of what this finds.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r" ?\S+|\s+"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -88,6 +97,9 @@ _SHIPPED = {
     **dict.fromkeys(("qwen2_5", "qwen2_5_training", "qwen3", "qwen3_training", "qwen3_5_think"), (None, "<|im_end|>")),
     **dict.fromkeys(("llama3", "llama3_1", "llama3_2", "llama3_training"), ("<|begin_of_text|>", "<|eot_id|>")),
     **dict.fromkeys(("gemma", "gemma_training"), ("<bos>", "<end_of_turn>")),
+    **dict.fromkeys(("phi3", "phi3_training"), ("<s>", "</s>")),
+    "gemma4_v2": ("<bos>", "<turn|>"),
+    "gptoss": (None, "<|return|>"),
 }
 _WRITTEN = {"chatml": (CHATML, None, "<|im_end|>"), "mistral": (MISTRAL, "<s>", "</s>")}
 

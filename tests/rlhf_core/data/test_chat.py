@@ -29,6 +29,8 @@ TEMPLATES = {
     "llama3_training": (str.strip, "<|eot_id|>", ""),
     "gemma": (str.strip, "<end_of_turn>", ""),
     "gemma_training": (str.strip, "<end_of_turn>", ""),
+    "phi3": (str, "<|end|>", ""),  # writes the EOS behind the last turn's end token
+    "phi3_training": (str, "<|end|>", ""),  # marks the EOS apart
 }
 every_template = pytest.mark.parametrize("name", TEMPLATES)
 
@@ -122,7 +124,7 @@ def test_the_ids_before_a_turn_are_what_generation_is_given(model_tokenizer, nam
         assert decode(tokenizer, sample.ids[len(prompt) : begin]) in ("", EMPTY_THINK if "qwen3" in name else "")
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "gemma"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "gemma", "phi3"])
 def test_generation_markers_change_nothing(model_tokenizer, name):
     messages = [user("Hello"), assistant(" I am fine. "), user("The answer?"), assistant("42")]
     (plain,), (marked,) = (
@@ -178,6 +180,21 @@ def test_a_tool_call_behind_content(model_tokenizer):
         f'\n<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in ("A", "B")
     ]
     assert text == "I look." + "".join(calls) + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Writes calls before content.
+        ("gemma4_v2", '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|><turn|>'),
+        # Writes content beside a call otherwise than content alone.
+        ("gptoss", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'),
+    ],
+)
+def test_tool_calls_in_the_form_of_other_templates(model_tokenizer, name, expected):
+    tokenizer = model_tokenizer(name)
+    messages = [user("The weather?"), assistant("", tool_calls=[call("weather", city="Rome")])]
+    assert trained_texts(tokenizer, encode(tokenizer, messages, TOOLS)) == [expected]
 
 
 THINKING = [

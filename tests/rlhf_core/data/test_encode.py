@@ -170,6 +170,33 @@ def test_a_response_that_shares_a_token_with_the_prompt_is_dropped_and_counted(t
     assert (dropped[1].items, dropped[1].first_row) == (1, 1)
 
 
+def test_a_prompt_whose_tokens_change_once_a_response_follows_is_dropped(make_tokenizer, model_tokenizer):
+    """GPT-2's pattern looks ahead: before a word two line breaks are two tokens, at the end of a text they are one."""
+    tokenizer = make_tokenizer(None, "<|eot_id|>", pattern=r" ?\S+|\s+(?!\S)|\s+")
+    tokenizer.chat_template = model_tokenizer("llama3").chat_template.replace("bos_token + ", "")
+    with pytest.raises(TokenError, match="the prompt's tokens, alone, are not those with which the whole begins"):
+        encoder(tokenizer).sft([{"prompt": "How?", "response": "Fine."}])
+
+
+def test_a_token_that_reaches_into_the_response_is_never_trained_on(make_tokenizer):
+    """The template's own "note: " shares the token " Fine" with the content."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ 'note: ' if m.role == 'assistant' }}{{ m.content }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    row = {"prompt": "How?", "response": "thank you"}
+    tokenizer = make_tokenizer(None, "<|im_end|>")
+    tokenizer.chat_template = template
+    with pytest.raises(TokenError, match="a token holds both prompt and response: ' t"):
+        encoder(tokenizer).sft([row])
+    trimmed = make_tokenizer(None, "<|im_end|>", trim_offsets=True)  # whose offsets do not tell
+    trimmed.chat_template = template
+    with pytest.raises(
+        TokenError, match=r"row 1: the tokens to be trained on decode to ' thank you<.*not to 'thank you<"
+    ):
+        encoder(trimmed).sft([row])
+
+
 def test_unknown_characters_are_trained_on_as_the_unknown_token():
     tokenizer = build_scratch_tokenizer(64)
     (sample,) = Encoder(tokenizer, TextSettings(), 64).sft([{"prompt": "3+4=", "response": "7x"}]).items[0].samples
