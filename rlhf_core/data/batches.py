@@ -1,47 +1,11 @@
-"""From rows to padded batches: rendering through the chat template, the response span, padding, the data's order."""
+"""The order of the data, and padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from rlhf_core.data.chat import ChatTemplate, Message, as_messages
-from rlhf_core.data.errors import TokenError
-from rlhf_core.data.spans import Speller
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Token ids, and where the response begins. The response runs to the end and holds its end token."""
-
-    ids: tuple[int, ...]
-    response_start: int
-
-
-def render_prompt(tokenizer: Any, prompt: str | Sequence[Message]) -> list[int]:
-    """Token ids of the prompt, a user turn or a conversation, up to where the assistant begins."""
-    return Speller(tokenizer).ids(ChatTemplate(tokenizer).prompt(as_messages(prompt, "user")))
-
-
-def render_exchange(tokenizer: Any, prompt: str, response: str) -> Exchange:
-    """Prompt and response as the chat template writes them, with the end-of-turn token the last of the response.
-
-    Raises TokenError if the rendered prompt is no prefix of the whole: the span would be a guess.
-    """
-    head = render_prompt(tokenizer, prompt)
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    if whole[: len(head)] != head:
-        raise TokenError("the chat template renders the prompt otherwise once a response follows")
-    end = len(whole)
-    while end > len(head) and whole[end - 1] != tokenizer.eos_token_id:
-        end -= 1
-    if end <= len(head) + 1 and response:
-        raise TokenError(f"the chat template does not end a response with the tokenizer's eos {tokenizer.eos_token!r}")
-    return Exchange(tuple(whole[:end]), len(head))
 
 
 class SampleOrder:
@@ -97,9 +61,3 @@ def model_inputs(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, 
         "input_ids": pad_right(rows, pad_token_id),
         "attention_mask": pad_right([[1] * len(row) for row in rows]),
     }
-
-
-def response_mask(sequences: Sequence[Exchange]) -> Tensor:
-    """(B, T) bool: True on the response's tokens, its end token included."""
-    rows = [[0] * s.response_start + [1] * (len(s.ids) - s.response_start) for s in sequences]
-    return pad_right(rows).bool()

@@ -2,57 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.data.batches import (
-    SampleOrder,
-    TokenError,
-    chunks,
-    model_inputs,
-    pad_right,
-    rank_slice,
-    render_exchange,
-    render_prompt,
-    response_mask,
-)
-from rlhf_core.models.scratch import build_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer(64)
-
-
-def test_the_response_span_is_the_answer_and_its_end_token(tokenizer):
-    exchange = render_exchange(tokenizer, "3+4=", "3+4=7#7")
-    response = tokenizer.decode(exchange.ids[exchange.response_start :])
-    assert response == "3+4=7#7<|end|>"
-    assert tokenizer.decode(exchange.ids[: exchange.response_start]) == "<s><|user|>3+4=<|end|><|assistant|>"
-    assert exchange.ids.count(tokenizer.bos_token_id) == 1
-    assert list(exchange.ids[: exchange.response_start]) == render_prompt(tokenizer, "3+4=")
-
-
-def test_a_template_that_writes_after_the_end_token_does_not_train_it(tokenizer):
-    tokenizer = build_tokenizer(64)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>={% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    exchange = render_exchange(tokenizer, "3+4=", "7")
-    assert tokenizer.decode(exchange.ids[exchange.response_start :]) == "7<|end|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "the tokenizer has no chat template"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "renders the prompt otherwise"),
-        ("{% for m in messages %}{{ m.content }}={% endfor %}", "does not end a response with the tokenizer's eos"),
-    ],
-)
-def test_a_template_whose_span_would_be_a_guess_is_refused(template, message):
-    tokenizer = build_tokenizer(64)
-    tokenizer.chat_template = template
-    with pytest.raises(TokenError, match=message):
-        render_exchange(tokenizer, "3+4=", "7")
+from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, pad_right, rank_slice
 
 
 def test_each_epoch_holds_every_row_once_in_an_order_of_its_own():
@@ -101,12 +51,3 @@ def test_padding():
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert [list(c) for c in chunks([1, 2, 3], 2)] == [[1, 2], [3]]
-
-
-def test_the_response_mask_covers_response_tokens_and_no_padding(tokenizer):
-    rows = [render_exchange(tokenizer, "3+4=", "7"), render_exchange(tokenizer, "3+4+5=", "12#12")]
-    mask = response_mask(rows)
-    assert mask.dtype == torch.bool
-    assert mask.sum(dim=1).tolist() == [len("7") + 1, len("12#12") + 1]
-    first = rows[0]
-    assert mask[0].nonzero().flatten().tolist() == [first.response_start, first.response_start + 1]

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_core.config.supervised import PrmSettings, TextSettings
 from rlhf_core.data import arithmetic
-from rlhf_core.data.batches import render_exchange
 from rlhf_core.data.encode import Encoder
 from rlhf_core.data.errors import TokenError
 from rlhf_core.data.shapes import convert, recognise, renamed
@@ -48,15 +47,19 @@ MESSAGES = [{"role": "user", "content": "How are you?"}]
 # -- SFT --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_demo_row_gives_the_ids_that_the_rl_code_gives():
+def test_a_demo_row_is_what_transformers_renders():
     tokenizer = build_scratch_tokenizer(64)
     rows = arithmetic.sft_rows(arithmetic.ArithmeticSpec(seed=0, rows=20))
     data = Encoder(tokenizer, TextSettings(), 64).sft(rows)
     for row, item in zip(rows, data.items, strict=True):
-        exchange = render_exchange(tokenizer, row["prompt"], row["response"])
+        user = [{"role": "user", "content": row["prompt"]}]
+        head = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(
+            [*user, {"role": "assistant", "content": row["response"]}], return_dict=False
+        )
         (sample,) = item.samples
-        assert tuple(sample.ids) == exchange.ids
-        assert sample.weights.tolist() == [float(i >= exchange.response_start) for i in range(len(exchange.ids))]
+        assert sample.ids.tolist() == whole
+        assert sample.weights.tolist() == [0.0] * len(head) + [1.0] * (len(whole) - len(head))
 
 
 def test_strings_and_messages_give_the_same(tokenizer):
