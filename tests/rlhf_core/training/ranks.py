@@ -48,7 +48,10 @@ class Ranks:
         self.run("join", port=port)
 
     def run(self, program: str, **arguments: Any) -> list[Any]:
-        """What `program(rank, ranks, **arguments)` returned on each rank. Raises what a rank raised, as text."""
+        """What `program(rank, ranks, **arguments)` returned on each rank. Raises what a rank raised, as text.
+
+        program: a function's name here, or "module:function".
+        """
         return self._answers(self._connections, [(program, arguments)] * self.size)
 
     def _answers(self, connections: list[Connection], calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
@@ -76,6 +79,7 @@ class Ranks:
 
 def _serve(connection: Connection, rank: int, ranks: int) -> None:
     os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", TQDM_DISABLE="1", HF_HUB_OFFLINE="1")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon's kernels would compile for half a minute
     kept: dict[str, Any] = {}
     while True:
         try:
@@ -96,7 +100,8 @@ def _serve(connection: Connection, rank: int, ranks: int) -> None:
                 connection.send((True, None))
             else:
                 programs = {**vars(engine_programs), **vars(lora_programs), **globals()}
-                connection.send((True, programs[program](rank, ranks, **arguments)))
+                function = named(program) if ":" in program else programs[program]
+                connection.send((True, function(rank, ranks, **arguments)))
         except BaseException:  # noqa: BLE001 - the test process raises it again
             connection.send((False, traceback.format_exc()))
     if kept.get("joined"):
@@ -141,6 +146,18 @@ def ppo(rank: int, ranks: int, *, job: Any, samples: Sequence[dict[str, Any]], s
     return {"critic": critic, "digests": digests, "metrics": metrics, "attention": attention}
 
 
+def step_scores(rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any]) -> list[tuple[list[float], float]]:
+    """Step scores and the reward model's score of each trajectory, by PPO's trainer."""
+    from rlhf_core.training.rl import RlTrainer
+
+    made = RlTrainer(rank, ranks, job)
+    made.load()
+    scored = [(one.step_scores.tolist(), one.reward_score) for one in made.score(trajectories)]
+    for engine in (made.policy, made.critic):
+        engine.engine.destroy()
+    return scored
+
+
 def listening(rank: int, ranks: int) -> list[str]:
     """Addresses that this rank listens on, once its group has talked."""
     import psutil
@@ -156,7 +173,7 @@ def supervised(
     rank: int, ranks: int, *, target: str, job: Any, train_steps: int, export: str | None = None
 ) -> dict[str, Any]:
     """A trainer as a stage has it, from the store: evaluation before and after `train_steps`, and its counts."""
-    made = trainer_of(target)(rank, ranks, job)
+    made = named(target)(rank, ranks, job)
     counts = made.load()
     made.prepare()
     before = made.evaluate()
@@ -176,7 +193,7 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     from rlhf_core.store.store import Store
 
     def loaded() -> Any:
-        made = trainer_of(target)(rank, ranks, job)
+        made = named(target)(rank, ranks, job)
         made.load()
         return made
 
@@ -216,8 +233,8 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     }
 
 
-def trainer_of(target: str) -> Any:
-    """The class that "module:Class" names."""
+def named(target: str) -> Any:
+    """What "module:name" stands for."""
     module, name = target.split(":")
     return getattr(importlib.import_module(module), name)
 

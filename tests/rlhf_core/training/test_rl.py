@@ -1,15 +1,22 @@
-"""PPO's trainer as the stage has it: where its critic starts, when its policy is trained, its attention kernel."""
+"""PPO's trainer as the stage has it: where its critic starts, when its policy is trained, its attention kernel, what a
+process reward model gives.
+"""
 
+import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.rl import CriticSettings, PpoSettings, RewardSettings, RolloutSettings
 from rlhf_core.config.training import OptimizerSettings, TrainerSettings
+from rlhf_core.rollout.trajectory import Trajectory, VersionSpan
 from rlhf_core.store.artifacts import publish
 from rlhf_core.store.keys import canonical_json, sha256_text
 from rlhf_core.store.manifest import Manifest
@@ -63,3 +70,63 @@ def test_trainer_follows_its_settings(
     assert not any(metric.startswith("policy/") for metric in done["metrics"][0])
     assert {"policy/loss", "policy/clipped", "critic/loss"} <= done["metrics"][1].keys()
     assert done["attention"] == [attention] * 4
+
+
+PLACEHOLDER, RIGHT, WRONG = 20, 21, 22  # reserved tokens of the scratch model's vocabulary
+COMMA, END = 18, 2
+
+
+def sampled(prompt: list[int], response: list[int]) -> Trajectory:
+    return Trajectory(
+        prompt_ids=np.array(prompt),
+        response_ids=np.array(response, dtype=np.int64),
+        action_mask=np.ones(len(response), dtype=bool),
+        sampler_logprobs=np.zeros(len(response), dtype=np.float32),
+        version_spans=(VersionSpan(0, 0, len(response)),),
+        group_id=0,
+        prompt_id=0,
+        sample_id=0,
+        finish_reason="stop",
+    )
+
+
+def test_a_process_reward_model_judges_each_step_of_a_response(groups: Any, llama: str, tmp_path: Path) -> None:
+    """Against plain transformers on one response at a time, the placeholders set by hand. No reward model at all."""
+    process = Path(shutil.copytree(llama, tmp_path / "made"))
+    weights = load_file(process / "model.safetensors")
+    save_file({**weights, UP: 0.5 * weights[UP]}, process / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((process / "config.json").read_text())
+    tokens = {"placeholder": PLACEHOLDER, "verdicts": [RIGHT, WRONG], "separator": ",", "template": None}
+    (process / "config.json").write_text(json.dumps(config | {"process_reward": tokens}))
+    store = Store(str(tmp_path / "store"))
+    manifests = {
+        "policy": published(store, "sft", llama, tmp_path / "sft"),
+        "process": published(store, "prm", str(process), tmp_path / "prm"),
+    }
+    settings = PpoSettings(
+        optimizer=OptimizerSettings(lr=1e-2),
+        critic=CriticSettings(optimizer=OptimizerSettings(lr=1e-2)),
+        rollout=RolloutSettings(prompts=8, max_new_tokens=16, max_prompt_len=16),
+        reward=RewardSettings(prm=1.0),
+        steps=3,
+        batch_size=8,
+        dtype="float32",
+        trainer=TrainerSettings(zero_stage=2, micro_batch_size=2),
+    )
+    prompt = [1, 4, 7, 16, 8, 2, 5]
+    # (response, the same with placeholders): with steps, cut off, with a special token in a step, without a step.
+    cases = [
+        ([7, 16, COMMA, 9, END], [7, 16, PLACEHOLDER, COMMA, 9, PLACEHOLDER]),
+        ([7, COMMA, COMMA, 8, 9, 10], [7, PLACEHOLDER, COMMA, COMMA, 8, 9, 10, PLACEHOLDER]),
+        ([7, 30, COMMA, END], [7, 30, PLACEHOLDER]),
+        ([END], []),
+    ]
+    job = Job("ppo", "b" * 64, settings, store.url, 1, str(tmp_path), manifests)
+    scored = groups[1].run("step_scores", job=job, trajectories=[sampled(prompt, response) for response, _ in cases])[0]
+
+    model = AutoModelForCausalLM.from_pretrained(process)
+    for (found, score), (_, judged) in zip(scored, cases, strict=True):
+        logits = model(torch.tensor([prompt + judged])).logits[0, len(prompt) :, [RIGHT, WRONG]].double()
+        expected = torch.softmax(logits, dim=-1)[torch.tensor(judged, dtype=torch.long) == PLACEHOLDER, 0]
+        assert found == pytest.approx(expected.tolist(), abs=1e-5)
+        assert math.isnan(score)
