@@ -90,7 +90,9 @@ def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tenso
     if config is None:
         raise ValueError(f"this {type(lm).__name__} has no adapter to write; see add_lora")
     config.base_model_name_or_path = lm.name_or_path
-    config.target_modules = sorted(config.target_modules or [])  # a set would be written in another order each time
+    # Sets would be written in another order each time.
+    config.target_modules = sorted(config.target_modules or [])
+    config.target_parameters = sorted(config.target_parameters or [])
     config.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, directory / _WEIGHTS, {"format": "pt"})

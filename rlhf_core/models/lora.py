@@ -4,6 +4,7 @@ peft puts adapters into the model itself, so `lm` stays a PreTrainedModel. Its p
 
     <layer>.base_layer.weight                            frozen
     <layer>.lora_A.default.weight, lora_B.default.weight
+    <experts>.base_layer.down_proj                       frozen; <experts>.lora_A, lora_B as above
     score.original_module.weight                         frozen, unused
     score.modules_to_save.default.weight                 a reward model's head, trained whole
 
@@ -13,13 +14,14 @@ Legend: A (rank, in) and B (out, rank) are an adapter's matrices; it adds scalin
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -32,7 +34,7 @@ PEFT_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
 ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."  # in the names of an adapter's file
 
-_BASE = ".base_layer."
+_BASE = re.compile(r"\.base_layer(?=\.|$)")
 _SAVED = f".modules_to_save.{ADAPTER}."
 _ORIGINAL = ".original_module."
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
@@ -59,7 +61,10 @@ def add_lora(lm: PreTrainedModel, settings: LoraSettings, task: Task, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # What it returns is a shell around lm, which it has changed in place.
-        get_peft_model(lm, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+        try:
+            get_peft_model(lm, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+        except ValueError as error:  # such as dropout on experts
+            raise SettingsError(f"lora: {' '.join(str(error).split())}") from error
 
 
 def _check_targets(lm: PreTrainedModel, targets: Iterable[str]) -> None:
@@ -133,7 +138,7 @@ def hugging_face_name(name: str) -> str | None:
     """The name without adapters of a parameter that has one; None for adapters and for a head that was replaced."""
     if _ORIGINAL in name or name.endswith((_A, _B)):
         return None
-    return name.replace(_BASE, ".").replace(_SAVED, ".")
+    return _BASE.sub("", name).replace(_SAVED, ".")
 
 
 def merged_state(lm: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -149,40 +154,51 @@ def merged_state(lm: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> It
     """
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     _check_plain(layers)
+    weights = {name: _weight_name(name, layer) for name, layer in layers.items()}
+    adapted = {weights[name]: layer for name, layer in layers.items()}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
-        layer, part = _layer_and_part(name)
-        if layer not in layers:
-            whole_name = hugging_face_name(name)
-            if whole_name is not None:
-                yield whole_name, tensor
+        weight, part = hugging_face_name(name), "base"
+        for suffix, matrix in ((_A, "a"), (_B, "b")):
+            if name.endswith(suffix):
+                weight, part = weights[name.removesuffix(suffix)], matrix
+        if weight not in adapted:
+            if weight is not None:
+                yield weight, tensor
             continue
-        parts = waiting.setdefault(layer, {})
+        parts = waiting.setdefault(weight, {})
         parts[part] = tensor
         if len(parts) == 3:
-            yield f"{layer}.weight", _merged(layers[layer], **waiting.pop(layer))
+            yield weight, _merged(adapted[weight], **waiting.pop(weight))
     if waiting:
         raise ValueError(f"the parameters given for {', '.join(sorted(waiting))} are not complete")
 
 
-def _layer_and_part(name: str) -> tuple[str, str]:
-    for suffix, part in ((f"{_BASE}weight", "base"), (_A, "a"), (_B, "b")):
-        if name.endswith(suffix):
-            return name.removesuffix(suffix), part
-    return name, ""
+def _weight_name(name: str, layer: Any) -> str:
+    """The Hugging Face name of the weight that a layer of peft adapts. Wrappers of one module's parameters nest."""
+    parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    return f"{_BASE.sub('', name)}.{parameter}"
 
 
 def _merged(layer: Any, *, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    delta = (b.float() @ a.float()) * layer.scaling[ADAPTER]
+    a, b = a.float(), b.float()
+    if base.dim() == 3:  # all experts' weights: A holds their matrices one below the other, B interleaved
+        experts = len(base)
+        a_ERI, b_ORE = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
+        order = "eoi" if layer._did_swap_in_out_features else "eio"
+        delta = torch.einsum(f"ore,eri->{order}", b_ORE, a_ERI)
+    else:
+        delta = b @ a
     if layer.fan_in_fan_out:  # GPT-2's Conv1D holds its weight as (in, out)
         delta = delta.T
-    return delta.add_(base).to(base.dtype).contiguous()
+    return (delta * layer.scaling[ADAPTER]).add_(base).to(base.dtype).contiguous()
 
 
 def _check_plain(layers: dict[str, Any]) -> None:
     for name, layer in layers.items():
-        if not isinstance(layer, LoraLinear) or layer.lora_variant or any(layer.lora_bias.values()):
-            kind = "a variant of LoRA" if isinstance(layer, LoraLinear) else f"in a {type(layer).__name__}"
+        known = isinstance(layer, LoraLinear | ParamWrapper)
+        if not known or layer.lora_variant or any(layer.lora_bias.values()):
+            kind = "a variant of LoRA" if known else f"in a {type(layer).__name__}"
             raise SettingsError(
                 f"the adapter of {name} is {kind}, and only W + scaling * B A of linear layers is merged here; merge "
                 f"it with peft"

@@ -14,7 +14,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from rlhf_core.config.base import SettingsError
@@ -47,6 +51,16 @@ def reward() -> LlamaForSequenceClassification:
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=32)).eval()
+
+
+def qwen2() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval()  # its projections have biases
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).eval()
 
 
 def trained(lm: PreTrainedModel) -> None:
@@ -152,7 +166,7 @@ def test_an_adapter_on_a_score_head_is_refused() -> None:
         add_lora(reward(), LoraSettings(rank=2, target_modules=("score",)), "reward", seed=0)
 
 
-@pytest.mark.parametrize(("make", "task"), [(causal, "causal"), (reward, "reward")])
+@pytest.mark.parametrize(("make", "task"), [(causal, "causal"), (reward, "reward"), (mixtral, "causal")])
 def test_the_adapters_file_is_the_one_that_peft_writes(make: Any, task: Any, tmp_path: Path) -> None:
     lm = make()
     theirs = get_peft_model(
@@ -171,7 +185,14 @@ def test_the_adapters_file_is_the_one_that_peft_writes(make: Any, task: Any, tmp
 
 @pytest.mark.parametrize(
     ("make", "task"),
-    [(causal, "causal"), (lambda: causal(tie_word_embeddings=True), "causal"), (reward, "reward"), (gpt2, "causal")],
+    [
+        (causal, "causal"),
+        (lambda: causal(tie_word_embeddings=True), "causal"),
+        (reward, "reward"),
+        (gpt2, "causal"),
+        (qwen2, "causal"),
+        (mixtral, "causal"),
+    ],
 )
 def test_merged_weights_are_pefts(make: Any, task: Any) -> None:
     lm = make()
@@ -224,7 +245,7 @@ def test_a_layer_whose_adapter_is_missing_is_refused() -> None:
     lm = causal()
     add_lora(lm, LoraSettings(rank=2), "causal", seed=0)
     some = [(name, tensor) for name, tensor in named(lm) if "1.mlp.up_proj.lora_B" not in name]
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj are not complete"):
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight are not complete"):
         dict(merged_state(lm, some))
 
 
@@ -252,3 +273,20 @@ def test_adapters_are_refused_with_tensor_parallelism_before_anything_is_loaded(
             max_steps=1,
             trainer=TrainerSettings(ranks=2, tensor_parallel=2),
         )
+
+
+def test_a_mixture_of_experts_has_adapters_on_its_experts_and_takes_no_dropout() -> None:
+    lm = mixtral()
+    before = lm(IDS).logits
+    add_lora(lm, LoraSettings(rank=2), "causal", seed=0)
+    torch.testing.assert_close(lm(IDS).logits, before)
+    first = [name.split("layers.0.")[1] for name, _ in named(lm) if "layers.0." in name and "lora_A" in name]
+    attention = {f"self_attn.{matrix}_proj" for matrix in "qkvo"}
+    assert {name.split(".lora_A")[0] for name in first} == {
+        *attention,
+        "mlp.gate",
+        "mlp.experts",
+        "mlp.experts.base_layer",
+    }
+    with pytest.raises(SettingsError, match=r"lora: .*does not work with lora_dropout"):
+        add_lora(mixtral(), LoraSettings(rank=2, dropout=0.1), "causal", seed=0)
