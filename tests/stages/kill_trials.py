@@ -1,0 +1,213 @@
+"""A supervised stage's driver, killed in the middle as by a machine's death and run again: for tests and `make bench`.
+
+Each run is one of `python -m stages.<stage> --spec FILE`, with a small model and generated sums, in a store of its own.
+Neither the store nor the scratch directory is in the key, so all runs of a stage have the same one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.processes import become_subreaper, descendants, end_descendants, identify, send_signal
+from rlhf_core.cluster.leftovers import ATTEMPT, attempt_name, remove_leftovers
+from rlhf_core.config.base import parse_settings
+from rlhf_core.config.pipeline import SECTION_DATA, PipelineSettings, read_pipeline
+from rlhf_core.models.scratch import write_scratch_model
+from rlhf_core.store.artifacts import artifact_path, read_manifest
+from rlhf_core.store.checkpoints import newest_complete
+from rlhf_core.store.leases import holder
+from rlhf_core.store.manifest import Manifest
+from rlhf_core.store.store import Store
+from rlhf_core.tracking.events import EventLog, read_events
+from stages.plan import SUPERVISED, PlannedStage, plan_pipeline
+from stages.prepare_data import PREPARE_DATA
+from stages.runner import run_stage
+from stages.spec import StageSpec
+
+DEMO = Path(__file__).resolve().parents[2] / "deployments" / "pipelines" / "demo.yaml"
+STAGES = SUPERVISED
+STEPS, SAVE_STEPS = 8, 2
+LEASE_TTL_S = 5.0  # the shortest: a driver that was killed keeps its lease for so long
+LIMIT_S = 300.0  # far above what any wait here takes
+
+# What a stage needs beside what it has in common with the others.
+OWN: dict[str, dict[str, Any]] = {
+    "prm": {"placeholder_token": "<|reserved_0|>", "reward_tokens": ["<|reserved_1|>", "<|reserved_2|>"]},
+    "dpo": {"nll_coef": 0.2},
+}
+
+
+def write_demo_model(directory: Path) -> Path:
+    """The small Llama that the demo makes from scratch."""
+    return write_scratch_model(directory, **read_pipeline(DEMO)["sft"]["model"]["scratch"], seed=0)
+
+
+def settings_of(stage: str, ranks: int, model: Path, directory: Path) -> PipelineSettings:
+    """The stage alone: 56 rows in steps of 16, so that the last of 8 steps is in the third epoch."""
+    (kind,) = SECTION_DATA[stage]
+    section = {
+        "model": {"path": str(model)},
+        "optimizer": {"lr": 1e-3},
+        "batch_size": 16,
+        "max_len": 48,
+        "max_steps": STEPS,
+        "eval_steps": 4,
+        "dtype": "float32",
+        "trainer": {"ranks": ranks, "zero_stage": 2, "micro_batch_size": 4, "save_steps": SAVE_STEPS},
+        **OWN.get(stage, {}),
+    }
+    run = {"store": str(directory / "store"), "scratch": str(directory / "scratch"), "lease_ttl_s": LEASE_TTL_S}
+    data = {kind: {"arithmetic": {"rows": 56, "eval_rows": 12}}}
+    return parse_settings(PipelineSettings, {"run": run, "data": data, stage: section})
+
+
+@dataclass
+class StageRun:
+    """A stage in a store below `directory`, its data published there, and what its drivers do."""
+
+    directory: Path
+    planned: PlannedStage
+    spec: StageSpec
+
+    @classmethod
+    def prepare(cls, directory: Path, stage: str, ranks: int, model: Path) -> "StageRun":
+        settings = settings_of(stage, ranks, model, directory)
+        data, planned = plan_pipeline(settings)
+        manifest = run_stage(
+            PREPARE_DATA,
+            _spec(data, settings, {}, directory / "data"),
+            directory / "data",
+            EventLog(directory / "data" / "events.jsonl"),
+        )
+        spec = _spec(planned, settings, {"data": manifest}, directory / "attempt")
+        (directory / "spec.json").write_text(spec.model_dump_json(), encoding="utf-8")
+        return cls(directory, planned, spec)
+
+    @property
+    def store(self) -> Store:
+        return Store(self.spec.run.store)
+
+    @property
+    def attempt(self) -> str:
+        """The name of what a driver leaves outside its scratch directory when it is killed."""
+        return attempt_name(Path(self.spec.scratch))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Of the newest driver: each clears what one before it left."""
+        return list(read_events(Path(self.spec.scratch) / "events.jsonl"))
+
+    def start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", self.planned.stage.module, "--spec", str(self.directory / "spec.json")]
+        with (self.directory / "driver.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, ATTEMPT: self.attempt},
+                start_new_session=True,
+            )
+
+    def run(self) -> Manifest:
+        """A driver to its end; the published artifact."""
+        before = _living()
+        driver = self.start()
+        try:
+            code = driver.wait(LIMIT_S)
+        finally:
+            _sweep(before, self.attempt)
+        manifest = read_manifest(self.store, self.spec.stage, self.spec.key)
+        if code != 0 or manifest is None:
+            raise RuntimeError(f"{self.spec.stage} ended with {code}: {self._log_end()}")
+        return manifest
+
+    def run_here(self) -> Manifest:
+        """The stage in this process."""
+        scratch = Path(self.spec.scratch)
+        return run_stage(self.planned.stage, self.spec, scratch, EventLog(scratch / "events.jsonl"))
+
+    def run_and_kill(self, step: int, pause_s: float = 0.0) -> int | None:
+        """A driver, killed with all that it started `pause_s` after `step`; the step of its newest whole checkpoint."""
+        before = _living()
+        driver = self.start()
+        try:
+            wait_until(lambda: driver.poll() is not None or self._steps_done() >= step)
+            time.sleep(pause_s)
+            kill_tree(driver.pid)
+            driver.wait()
+        finally:
+            _sweep(before, self.attempt)
+        if read_manifest(self.store, self.spec.stage, self.spec.key) is not None or self._steps_done() < step:
+            raise RuntimeError(f"{self.spec.stage} was not killed after step {step}: {self._log_end()}")
+        checkpoint, _ = newest_complete(self.store, self.spec.stage, self.spec.key)
+        return None if checkpoint is None else checkpoint.step
+
+    def wait_for_lease(self) -> None:
+        """Until the lease of a killed driver has expired."""
+
+        def expired() -> bool:
+            lease = holder(self.store, self.spec.stage, self.spec.key)
+            return lease is None or not lease.alive
+
+        wait_until(expired)
+
+    def resumed_at(self) -> list[int]:
+        """The step of each training checkpoint that the newest driver went on from: one or none."""
+        return [event["step"] for event in self.events() if event.get("name") == "resumed"]
+
+    def metrics(self, manifest: Manifest) -> list[dict[str, Any]]:
+        path = f"{artifact_path(manifest.stage, manifest.key)}/{manifest.attempt}/metrics.jsonl"
+        return [json.loads(line) for line in self.store.read_bytes(path).decode().splitlines()]
+
+    def _steps_done(self) -> int:
+        return max((event["step"] for event in self.events() if event["type"] == "progress"), default=0)
+
+    def _log_end(self) -> str:
+        return (self.directory / "driver.log").read_text(errors="replace")[-3000:]
+
+
+def kill_tree(root: int) -> None:
+    """SIGKILL for a process and its descendants, all at once as far as that goes."""
+    for process in (identify(root), *descendants(root)):
+        if process is not None:
+            send_signal(process, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what is waited for did not happen")
+        time.sleep(0.01)
+
+
+def _spec(planned: PlannedStage, settings: PipelineSettings, inputs: dict[str, Manifest], scratch: Path) -> StageSpec:
+    return StageSpec(
+        stage=planned.stage.name,
+        node=planned.node,
+        settings=planned.settings.model_dump(mode="json"),
+        key=planned.key.key,
+        key_source=planned.key.source,
+        inputs={name: manifest.model_dump(mode="json") for name, manifest in inputs.items()},
+        run=settings.run,
+        scratch=str(scratch),
+    )
+
+
+def _living() -> list[Any]:
+    """What this process has started so far. From here on orphans among its descendants become its children."""
+    become_subreaper()
+    return descendants(os.getpid())
+
+
+def _sweep(before: list[Any], attempt: str) -> None:
+    """Ends what a driver started and outlived it, and removes what it left outside its scratch directory."""
+    end_descendants(os.getpid(), 0.0, keep=before)
+    remove_leftovers(attempt)
