@@ -124,16 +124,12 @@ def merge_lora(
 ) -> None:
     """Merge a LoRA adapter into its base model, causal or reward; checked before it is written."""
     # Imported here: no other command needs torch.
-    import torch
-    from transformers.utils import logging
+    from rlhf_core.models.export import merge_adapter, silence_transformers
 
-    from rlhf_core.models.export import merge_adapter
-
-    logging.set_verbosity_error()  # it would say that a head is new, which the adapter brings
-    logging.disable_progress_bar()
+    silence_transformers()
     with _one_line_errors():
         digest = None if any_base else directory_digest(base)
-        merged = merge_adapter(base, adapter, out, base_digest=digest, dtype=getattr(torch, dtype) if dtype else None)
+        merged = merge_adapter(base, adapter, out, base_digest=digest, dtype=dtype)
     error = f"outputs differ from base and adapter by {merged.difference:.1e} (relative)"
     console.print(f"{out}: merged {merged.kind} model; {error}", soft_wrap=True)
 

@@ -30,8 +30,10 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from rlhf_core.config.base import SettingsError
+from rlhf_core.config.training import Dtype
 from rlhf_core.models.lora import ADAPTER, PEFT_PREFIX, adapter_state, lora_config, merged_state
 from rlhf_core.models.process_scorer import PROCESS_REWARD
 from rlhf_core.models.scorer import Scorer
@@ -103,6 +105,12 @@ def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tenso
     (directory / _BASE).write_text(json.dumps({"digest": base_digest, "path": lm.name_or_path}, indent=2))
 
 
+def silence_transformers() -> None:
+    """For a command: no progress bars, and no report that a head is new which the adapter brings."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +120,7 @@ def merge_adapter(
     out: str | Path,
     *,
     base_digest: str | None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype | None = None,
 ) -> Merged:
     """Writes base and adapter as one model in Hugging Face layout, with tokenizer and chat template, or nothing.
 
@@ -173,7 +181,7 @@ def _check_base(base: Path, digest: str, adapter: Path) -> None:
         )
 
 
-def _with_adapter(base: Path, adapter: Path, task: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _with_adapter(base: Path, adapter: Path, task: str, dtype: Dtype | None) -> PreTrainedModel:
     """Base with the adapter in it; every tensor of the adapter's file has its place and every place its tensor."""
     with safe_open(adapter / _WEIGHTS, framework="pt") as file:
         given = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict

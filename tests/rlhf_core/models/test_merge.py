@@ -114,7 +114,7 @@ def test_bfloat16_base_and_another_dtype(tmp_path: Path) -> None:
     trained("causal", base, tmp_path / "adapter")
     digest = directory_digest(base)
     assert 1e-4 < merge_adapter(base, tmp_path / "adapter", tmp_path / "16", base_digest=digest).difference < 0.05
-    wide = merge_adapter(base, tmp_path / "adapter", tmp_path / "32", base_digest=digest, dtype=torch.float32)
+    wide = merge_adapter(base, tmp_path / "adapter", tmp_path / "32", base_digest=digest, dtype="float32")
     assert wide.difference < 1e-5
     dtypes = [AutoModelForCausalLM.from_pretrained(tmp_path / out, dtype="auto").dtype for out in ("16", "32")]
     assert dtypes == [torch.bfloat16, torch.float32]
