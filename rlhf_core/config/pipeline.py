@@ -37,11 +37,27 @@ class TrackingSettings(Settings):
     """Where metrics go beside events.jsonl and the Prefect UI."""
 
     tensorboard: Annotated[bool, Neutral] = Field(default=False, description="TensorBoard files in the artifact.")
+    every_steps: Annotated[int, Neutral] = Field(
+        default=1,
+        gt=0,
+        description="TensorBoard and W&B get every so many training steps and all evaluations; metrics.jsonl, all.",
+    )
     wandb_project: Annotated[str | None, Neutral] = Field(
         default=None, description="Weights & Biases project; null is off."
     )
     wandb_mode: Annotated[str, Neutral] = Field(
         default="offline", pattern="^(online|offline)$", description="W&B mode."
+    )
+    wandb_entity: Annotated[str | None, Neutral] = Field(
+        default=None, min_length=1, description="W&B team or user; null: the account's own."
+    )
+    wandb_group: Annotated[str | None, Neutral] = Field(
+        default=None, min_length=1, description="W&B group that the stages' runs are put into."
+    )
+    run_name: Annotated[str | None, Neutral] = Field(
+        default=None,
+        min_length=1,
+        description="Stands before stage and key in a W&B run's name: <run_name>-sft-0123abcd.",
     )
 
 

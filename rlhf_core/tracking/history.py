@@ -25,6 +25,7 @@ class History:
         self._directory = directory
         self._path = directory / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._every_steps = tracking.every_steps
         self._tensorboard = _open_tensorboard(directory) if tracking.tensorboard else None
         self._wandb = _open_wandb(directory, tracking, run_name, config) if tracking.wandb_project else None
 
@@ -62,7 +63,10 @@ class History:
             _close_wandb(self._wandb, self._directory / "wandb")
 
     def _track(self, record: dict[str, Any]) -> None:
+        """To TensorBoard and W&B, where its turn has come."""
         step, phase = record["step"], record["phase"]
+        if phase == "train" and step % self._every_steps:
+            return
         values = {f"{phase}/{name}": float(value) for name, value in record.items() if name not in ("step", "phase")}
         if self._tensorboard is not None:
             for name, value in values.items():
@@ -87,7 +91,9 @@ def _open_wandb(directory: Path, tracking: TrackingSettings, run_name: str, conf
 
     run = wandb.init(
         project=tracking.wandb_project,
-        name=run_name,
+        entity=tracking.wandb_entity,
+        group=tracking.wandb_group,
+        name=f"{tracking.run_name}-{run_name}" if tracking.run_name else run_name,
         dir=str(directory),
         mode="offline" if tracking.wandb_mode == "offline" else "online",
         config=config,

@@ -113,6 +113,24 @@ def test_tensorboard_holds_the_same_curve(tmp_path):
     assert [(e.step, e.value) for e in accumulator.Scalars("train/loss")] == [(1, 2.0), (5, 1.0)]
 
 
+def test_every_nth_training_step_and_every_evaluation_is_tracked_and_all_are_kept(tmp_path):
+    first = history(tmp_path / "first")
+    for step in range(1, 5):
+        first.add(step, {"loss": float(step)})
+    h = history(tmp_path, tensorboard=True, every_steps=3)
+    h.replace(first.records, [])
+    for step in range(5, 8):
+        h.add(step, {"loss": float(step)})
+        h.add(step, {"loss": float(-step)}, phase="eval")
+    h.close()
+    accumulator = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
+    accumulator.Reload()
+    assert [e.step for e in accumulator.Scalars("train/loss")] == [3, 6]
+    assert [e.step for e in accumulator.Scalars("eval/loss")] == [5, 6, 7]
+    assert h.curve("loss")[0] == [1, 2, 3, 4, 5, 6, 7]
+    assert lines(tmp_path) == h.records
+
+
 SHORT_RUN = """
 import sys
 from pathlib import Path
@@ -120,11 +138,15 @@ from rlhf_core.config.pipeline import TrackingSettings
 from rlhf_core.tracking.events import EventLog
 from rlhf_core.tracking.history import History
 directory = Path(sys.argv[1])
-tracking = TrackingSettings(wandb_project="rlhf-test")
+tracking = TrackingSettings(
+    wandb_project="rlhf-test", wandb_entity="team", wandb_group="sweep", run_name="try-1", every_steps=5
+)
 h = History(directory / "a", EventLog(directory / "e.jsonl"), tracking, run_name="sft-abc", config={"lr": 0.1})
-h.add(1, {"loss": 2.0})
+h.add(1, {"loss": 3.0})
+h.add(5, {"loss": 2.0})
 print("printed by the driver")
-h.add(5, {"loss": 1.0})
+h.add(7, {"loss": 1.5}, phase="eval")
+h.add(10, {"loss": 1.0})
 h.close()
 """
 
@@ -143,7 +165,7 @@ def wandb_run(tmp_path):
     return directory, records
 
 
-def test_an_offline_wandb_run_holds_the_same_curve_and_the_settings(wandb_run):
+def test_an_offline_wandb_run_holds_its_share_of_the_curve_the_settings_and_its_names(wandb_run):
     _, records = wandb_run
     rows = [
         {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
@@ -152,9 +174,11 @@ def test_an_offline_wandb_run_holds_the_same_curve_and_the_settings(wandb_run):
     ]
     (run,) = [record.run for record in records if record.HasField("run")]
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert run.project == "rlhf-test"
+    assert (run.project, run.entity, run.run_group) == ("rlhf-test", "team", "sweep")
+    assert run.display_name == "try-1-sft-abc"
     assert config["lr"] == 0.1
-    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 2.0), (5, 1.0)]
+    losses = [(row["step"], row.get("train/loss"), row.get("eval/loss")) for row in rows]
+    assert losses == [(5, 2.0, None), (7, None, 1.5), (10, 1.0, None)]
 
 
 def test_what_wandb_leaves_to_be_published_says_nothing_of_this_machine(wandb_run, tmp_path):
