@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.tracking.history import History
 from rlhf_core.tracking.plots import Curve, plot_curves
@@ -119,5 +120,13 @@ def check_inputs(context: StageContext, directory: Path) -> None:
     stage = context.stage
     check_unchanged(stage, foreign_models(stage, settings), context.key_source["inputs"])
     check_unchanged(stage, code_digests(stage, settings), context.key_source["code"])
+    if "eval.jsonl" not in context.manifests["data"].files:
+        asked = {"eval_steps": settings.eval_steps, "best_metric": settings.best_metric}
+        for setting, value in asked.items():
+            if value is not None:
+                raise SettingsError(
+                    f"{stage}.{setting} is {value}, and the data has no held-out rows to evaluate on; give the data "
+                    f"set an eval_path, eval_split or eval_share, or set {stage}.{setting} to null"
+                )
     name = described("model", context.manifests["model"]) if settings.model is None else f"{stage}.model"
     check_length(f"{stage}.max_len", settings.max_len, name, directory)

@@ -36,16 +36,27 @@ class ReferenceTrainer(PolicyTrainer):
         self._reference_base = base_model_directory(source, job.scratch, rank) if source is not None else None
         self.reference: dict[str, dict[str, np.ndarray]] = {}
 
-    def prepare(self) -> None:
-        """Log-probs of the reference for every row: of a model of its own, or of the one that training starts from."""
-        engine = self.engine if self._reference_base is None else self._frozen(self._reference_base)
-        self.reference = {split: self._reference_scalars(engine, split) for split in self.tables}
+    def _engine(self, fresh: bool) -> TrainEngine:
+        """Log-probs of the reference for every row: of a model of its own, which is gone before the one to train is
+        loaded, or of the one that training starts from."""
+        if fresh and self._reference_base is not None:
+            reference = self._frozen(self._reference_base)
+            self._refer(reference)
+            reference.close()
+            del reference
+        engine = super()._engine(fresh)
+        if fresh and self._reference_base is None:
+            self._refer(engine)
+        return engine
 
     def _frozen(self, directory: Path) -> TrainEngine:
         settings = self.settings
         return TrainEngine(
             lambda: self._policy(directory), dtype=settings.dtype, trainer=settings.trainer, optimizer=None
         )
+
+    def _refer(self, engine: TrainEngine) -> None:
+        self.reference = {split: self._reference_scalars(engine, split) for split in self.tables}
 
     @abstractmethod
     def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:

@@ -25,10 +25,10 @@ class RmTrainer(SupervisedTrainer):
     settings: RmSettings
     samples_per_item = 2
 
-    def load(self) -> dict[str, Any]:
+    def load(self, fresh: bool) -> dict[str, Any]:
         self.statistics: dict[str, float] = {}
         self._measured_at = -1  # data position
-        return super().load()
+        return super().load(fresh)
 
     def evaluate(self) -> dict[str, float]:
         metrics = super().evaluate()

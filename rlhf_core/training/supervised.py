@@ -14,6 +14,7 @@ from rlhf_core.data.batches import SampleOrder
 from rlhf_core.data.encode import read_chat_template
 from rlhf_core.data.layout import Layout, make_batch, plan_step
 from rlhf_core.data.samples import Item
+from rlhf_core.models.export import ADAPTER_DIRECTORY
 from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
@@ -37,8 +38,11 @@ class SupervisedTrainer(TrainerRank):
         model = self.settings.model
         self._base = base_model_directory(model, job.scratch, rank) if model is not None else None
 
-    def load(self) -> dict[str, Any]:
-        """Loads data and model. Returns the number of optimizer steps in all and of rows."""
+    def load(self, fresh: bool) -> dict[str, Any]:
+        """Loads data and model. Returns the number of optimizer steps in all and of held-out rows.
+
+        fresh: no training checkpoint will be restored, so what depends on the first weights is computed.
+        """
         settings = self.settings
         torch.manual_seed(settings.seed + self.rank)
         self.model_dir = self._base or self.job.input_path("model") / "model"
@@ -53,11 +57,8 @@ class SupervisedTrainer(TrainerRank):
         objective = self._objective()
         coef = settings.aux_loss_coef
         self.objective = AuxLossObjective(objective, coef) if coef else objective
-        self.engine = self._engine()
+        self.engine = self._engine(fresh)
         return {"total_steps": self.total_steps, "eval_rows": len(self.tables["eval"]) if "eval" in self.tables else 0}
-
-    def prepare(self) -> None:
-        """Computes what depends on the weights that training starts from; called unless a checkpoint is restored."""
 
     def train_step(self) -> dict[str, float]:
         """The next optimizer step."""
@@ -76,6 +77,8 @@ class SupervisedTrainer(TrainerRank):
         self.engine.export(directory)
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
+            if self.settings.lora is not None:  # with the chat template that the adapter was trained with
+                self.tokenizer.save_pretrained(Path(directory) / ADAPTER_DIRECTORY)
         return tokenizer_facts(self.tokenizer)
 
     def _save(self, directory: Path) -> None:
@@ -89,7 +92,7 @@ class SupervisedTrainer(TrainerRank):
         self.engine.load(directory / "model")
         self.position = json.loads((directory / "position.json").read_text())["position"]
 
-    def _engine(self) -> TrainEngine:
+    def _engine(self, fresh: bool) -> TrainEngine:
         settings = self.settings
         return TrainEngine(
             self._build,

@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.supervised import SupervisedSettings
-from rlhf_core.store.checkpoints import best_complete
+from rlhf_core.store.checkpoints import best_complete, newest_complete
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
@@ -39,10 +39,9 @@ def run_supervised(
     settings: SupervisedSettings = job.settings
     limit = settings.trainer.step_timeout_s
     history.events.phase("loading")
-    info = group.call("load", timeout_s=start_timeout_s)[0]
+    fresh = newest_complete(store, job.stage, job.key)[0] is None
+    info = group.call("load", fresh, timeout_s=start_timeout_s)[0]
     total, start = info["total_steps"], resume_point(group, job, store, history, timeout_s=start_timeout_s)
-    if start == 0:
-        group.call("prepare", timeout_s=start_timeout_s)
     history.events.phase("training")
     for step in range(start + 1, total + 1):
         history.add(step, group.call("train_step", timeout_s=limit)[0])
@@ -52,7 +51,7 @@ def run_supervised(
             evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
             history.add(step, evaluation, phase="eval")
             metric = evaluation[settings.best_metric] if settings.best_metric is not None else None
-        if step % settings.trainer.save_steps == 0 or step == total or _improved(settings, history, step):
+        if _saves(settings, step, total) or _improved(settings, history, step):
             finish_checkpoint(
                 group,
                 job,
@@ -76,6 +75,11 @@ def run_supervised(
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
     return step == total or (settings.eval_steps is not None and step % settings.eval_steps == 0)
+
+
+def _saves(settings: SupervisedSettings, step: int, total: int) -> bool:
+    every = settings.trainer.save_steps
+    return every is not None and (step == total or step % every == 0)
 
 
 def _improved(settings: SupervisedSettings, history: History, step: int) -> bool:
