@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[], Objective], Item]] = {
         Item((sample([0.0, 0.0, 1.0]),)),
     ),
     "dpo": (
-        lambda: DpoObjective(DpoSettings.model_validate(COMMON)),
+        lambda: DpoObjective(DpoSettings.model_validate({**COMMON, "nll_coef": 0.1})),
         Item((sample(), sample()), {"reference_chosen": 0.0, "reference_rejected": 0.0}),
     ),
     "kto": (

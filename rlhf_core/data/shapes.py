@@ -5,7 +5,7 @@ Canonical rows, whose messages are those of rlhf_core/data/messages.py:
     sft            {"messages"}, with "tools" where given | {"prompt": str, "response": str} | {"text": str}
     pairs          {"prompt", "chosen", "rejected"}, with "margin" and "tools" where given
     labelled       {"prompt", "response", "label": bool}, with "tools" where given
-    steps          {"prompt", "steps": [str], "labels": [bool] or [float]}
+    steps          {"prompt", "steps": [str], "labels": [bool | float | reward token | None]}
     prompts, eval  {"prompt", "label": str}, with "tools" where given
 
 A prompt or response is text, or a list of messages; within a row all are of one kind.

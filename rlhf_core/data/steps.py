@@ -1,6 +1,5 @@
 """Step-labelled solutions, as lists of steps or as one text with a marker behind each step."""
 
-import math
 import re
 from typing import Any
 
@@ -12,9 +11,10 @@ _FIRST_STEP = re.compile(r"\bStep 1\b")
 
 
 def read_steps(steps: Any, labels: Any, column: str) -> Row:
-    """{"steps": [str], "labels": [bool] or [float]}: True or 1 is a right step, a number between is its probability.
+    """A step's label is True or 1 for a right one, 0 or False for a wrong one, a number between them as its
+    probability, a reward token as text, or None where it has none.
 
-    Raises BadRow.
+    Whether a text is one of the stage's reward tokens shows when rows become tokens. Raises BadRow.
     """
     if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
         raise BadRow(f"column {column} is not a list of strings", shown(steps))
@@ -26,21 +26,29 @@ def read_steps(steps: Any, labels: Any, column: str) -> Row:
     return {"steps": steps, "labels": read}
 
 
-def _read_labels(labels: Any) -> list[bool] | list[float]:
-    """Labels of one type: whole ones are verdicts, a fraction makes all of them probabilities."""
-    right = isinstance(labels, list) and all(isinstance(one, bool | int | float) for one in labels)
+def _read_labels(labels: Any) -> list[bool | float | str | None]:
+    """Numbers are of one type: whole ones are verdicts, a fraction makes all of them probabilities."""
+    if not isinstance(labels, list):
+        raise BadRow(_BAD_LABELS, shown(labels))
+    read = [None if is_empty(one) else one for one in labels]
+    numbers = [one for one in read if isinstance(one, bool | int | float)]
     # A label such as -100 is somebody's mark for "none"; as a truth value it would be True.
-    if not right or not all(math.isfinite(one) and 0 <= one <= 1 for one in labels):
-        raise BadRow("column labels is not a list of booleans or numbers from 0 to 1", shown(labels))
-    if any(isinstance(one, float) for one in labels):
-        return [float(one) for one in labels]
-    return [bool(one) for one in labels]
+    usable = all(one is None or isinstance(one, bool | int | float | str) for one in read)
+    if not usable or not all(0 <= number <= 1 for number in numbers):
+        raise BadRow(_BAD_LABELS, shown(labels))
+    if all(one is None for one in read):
+        raise BadRow("no step has a label")
+    number_type = float if any(isinstance(number, float) for number in numbers) else bool
+    return [one if one is None or isinstance(one, str) else number_type(one) for one in read]
+
+
+_BAD_LABELS = "column labels is not a list of booleans, numbers from 0 to 1, reward tokens and nulls"
 
 
 def read_marked_steps(text: Any, labels: Any, marker: str, prompt: Any = None) -> Row:
     """A canonical row from Math-Shepherd's form (Wang et al. 2023): `text` has a marker at the end of each step.
 
-    `labels` is the same text with "+" or "-" in place of each marker, or a list of them (or of booleans or numbers).
+    `labels` is the same text with "+" or "-" in place of each marker, or a list of them or of what `read_steps` takes.
     Without a prompt, it is what stands before "Step 1". Raises BadRow.
     """
     if not isinstance(text, str):

@@ -38,9 +38,12 @@ class DpoObjective:
         log_ratios = logprobs - select(reference, real.unsqueeze(1))
         lengths = sample_weights(batch, 2)
         terms = {"preference": Term(masked_sum(self._preference(log_ratios, lengths), real))}
+        metrics = self._metrics(log_ratios.detach(), logprobs.detach(), real)
         if self.settings.nll_coef:
-            terms["nll"] = Term(-(logprobs / lengths)[:, 0].sum(), self.settings.nll_coef)
-        return LossParts(terms, self._metrics(log_ratios.detach(), logprobs.detach(), real))
+            nll = -(logprobs / lengths)[:, 0].sum()
+            terms["nll"] = Term(nll, self.settings.nll_coef)
+            metrics["nll"] = (nll.detach(), real.sum())
+        return LossParts(terms, metrics)
 
     def _preference(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
         """(N,). log_ratios, lengths: (N, 2)."""

@@ -3,12 +3,15 @@
 import json
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
+from rlhf_core.config.data import DataSource
 from rlhf_core.config.supervised import PrmSettings, TextSettings
 from rlhf_core.data import arithmetic
 from rlhf_core.data.encode import Encoder
 from rlhf_core.data.errors import TokenError
+from rlhf_core.data.loading import load_data
 from rlhf_core.data.shapes import convert, recognise, renamed
 from rlhf_core.models.scratch import build_tokenizer as build_scratch_tokenizer
 
@@ -374,6 +377,33 @@ def test_labels_keep_their_type(tokenizer):
     assert labels([1.0, 0], labels="hard") == ([0.0, 1.0], 2)
     assert labels(["-", "?", "+"], reward_tokens=("+", "-", "?")) == ([1.0, 2.0, 0.0], 3)
     assert labels([None, True]) == ([0.0, 0.0], 1)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_three_reward_tokens_from_the_file_to_the_verdicts(tokenizer, tmp_path, suffix):
+    """The written rows are what the stage prm reads: a step without a label has a placeholder and no weight."""
+    rows = [
+        {"prompt": "How?", "steps": STEPS, "labels": ["-", None, "?"]},
+        {"prompt": "Why?", "steps": STEPS[:2], "labels": ["+", "-"]},
+    ]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    loaded = load_data("steps", DataSource(path=str(path))).rows
+    written = [json.loads(json.dumps(row, allow_nan=False)) for row in loaded]
+    found = []
+    for item in encoder(tokenizer).steps(written, prm(reward_tokens=("+", "-", "?"))).items:
+        (sample,) = item.samples
+        places = np.flatnonzero(sample.ids == tokenizer.convert_tokens_to_ids("<|step|>"))
+        assert sample.labels is not None
+        found.append((sample.weights[places].tolist(), sample.labels[places].tolist()))
+    assert found[0][0] == [1, 0, 1]
+    assert (found[0][1][0], found[0][1][2]) == (1, 2)  # indices into reward_tokens
+    assert found[1] == ([1, 1], [0, 1])
+    with pytest.raises(TokenError, match=r"row 1: label '\?' with labels: hard; give true, false or one of \+, -, or"):
+        encoder(tokenizer).steps(written, prm())
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_marked_steps_with_soft_labels_another_marker_or_a_prompt_of_their_own()
         ("Step 1: 5. ки", ["+"], 'no prompt before "Step 1"'),
         ("Ann? Step 1: 5. ки ки", ["+", "+"], "a step is empty"),
         ("Ann? Step 1: 5. ки", ["+", "-"], "as many labels as steps are needed: 1 steps and 2 labels"),
-        ("Ann? Step 1: 5. ки", ["?"], "column labels is not a list of booleans or numbers from 0 to 1"),
-        ("Ann? Step 1: 5. ки", 1, "column labels is not a list of booleans or numbers from 0 to 1: int 1"),
+        ("Ann? Step 1: 5. ки", [7], "column labels is not a list of booleans, numbers from 0 to 1, reward tokens"),
+        ("Ann? Step 1: 5. ки", 1, "column labels is not a list of booleans, numbers from 0 to 1, reward tokens and"),
         ("Ann? Step 1: 5. ки", "Ann? Step 1: 6. +", "label is not the text with + or - for each marker: they part in"),
         ("Ann? Step 1: 5. ки", "Ann? Step 1: 5. x", "label is not the text with + or - for each marker"),
         ("Ann? Step 1: 5. ки", "Ann? Step 1: 5. +-", "label is not the text with + or - for each marker"),
@@ -66,10 +66,14 @@ def test_marked_steps_that_cannot_be_used(text, labels, reason):
         ("one", [1], "column steps is not a list of strings: str 'one'"),
         (["a", 1], [1, 1], "column steps is not a list of strings"),
         (["a", ""], [1, 1], "a step is empty"),
-        (["a"], ["+"], "column labels is not a list of booleans or numbers from 0 to 1"),
-        (["a"], [None], "column labels is not a list of booleans or numbers from 0 to 1"),
-        (["a"], [math.nan], "column labels is not a list of booleans or numbers from 0 to 1"),
-        (["a", "b"], [1, -100], "column labels is not a list of booleans or numbers from 0 to 1: list [1, -100]"),
+        (["a"], [["+"]], "column labels is not a list of booleans, numbers from 0 to 1, reward tokens and nulls: "),
+        (["a"], [math.inf], "column labels is not a list of booleans, numbers from 0 to 1, reward tokens and nulls"),
+        (
+            ["a", "b"],
+            [1, -100],
+            "column labels is not a list of booleans, numbers from 0 to 1, reward tokens and nulls",
+        ),
+        (["a", "b"], [None, math.nan], "no step has a label"),
         (["a", "b"], [True], "as many labels as steps are needed: 2 steps and 1 labels"),
     ],
 )
@@ -77,3 +81,24 @@ def test_steps_that_cannot_be_used(steps, labels, reason):
     with pytest.raises(BadRow) as caught:
         read_steps(steps, labels, "steps")
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("labels", "read"),
+    [
+        ([None, 1], [None, True]),
+        ([math.nan, 1.0, 0], [None, 1.0, 0.0]),
+        (["?", None, "+"], ["?", None, "+"]),
+        (["", "-", True], [None, "-", True]),
+        ([0.25, "+", 1], [0.25, "+", 1.0]),
+    ],
+)
+def test_steps_without_a_label_and_labels_that_are_reward_tokens(labels, read):
+    row = read_steps(["a", "b", "c"][: len(labels)], labels, "steps")
+    assert row["labels"] == read
+    assert [type(one) for one in row["labels"]] == [type(one) for one in read]
+
+
+def test_marked_steps_with_other_reward_tokens_and_without_labels():
+    assert read_marked_steps(TEXT, ["+", "?"], "ки")["labels"] == [True, "?"]
+    assert read_marked_steps(TEXT, [None, "-"], "ки")["labels"] == [None, False]

@@ -264,9 +264,10 @@ def dpo_case(**settings: Any) -> Case:
                 right = 1 / (1 + torch.exp(-beta * (ratios[0] - ratios[1])))
                 loss = loss - (1 - smoothing) * torch.log(right) - smoothing * torch.log(1 - right)
             loss = loss - given.nll_coef * logps[0] / lengths[0]
-            rows.append([r.item() for r in (beta * ratios[0], beta * ratios[1], *logps)])
-        chosen, rejected, logps_chosen, logps_rejected = np.array(rows).T
+            rows.append([r.item() for r in (beta * ratios[0], beta * ratios[1], *logps, -logps[0] / lengths[0])])
+        chosen, rejected, logps_chosen, logps_rejected, nll = np.array(rows).T
         return loss / len(items), {
+            **({"nll": (nll.sum(), len(rows))} if given.nll_coef else {}),
             "rewards/chosen": (chosen.sum(), len(rows)),
             "rewards/rejected": (rejected.sum(), len(rows)),
             "accuracy": ((chosen > rejected).sum(), len(rows)),
