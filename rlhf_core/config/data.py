@@ -47,7 +47,9 @@ class SourceFields(Settings):
         default=None, description="Split to train on where the source has several; null: train, or the only one."
     )
     eval_path: Annotated[str | None, Neutral] = Field(default=None, description="File or folder with held-out rows.")
-    eval_split: str | None = Field(default=None, description="Split with held-out rows, of the same source.")
+    eval_split: str | None = Field(
+        default=None, description="Split with held-out rows: of eval_path where it is given, else of the same source."
+    )
     eval_share: float | None = Field(
         default=None,
         gt=0,
@@ -143,9 +145,9 @@ def _check_source(source: SourceFields) -> None:
         raise ValueError(f"{_quoted(read)} belongs to `path` and `hub`; use `rows` and `eval_rows` with `arithmetic`")
     if source.hub is None and (source.revision or source.subset):
         raise ValueError("`revision` and `subset` belong to `hub`")
-    if sum(bool(one) for one in (source.eval_path, source.eval_split, source.eval_share)) > 1:
-        raise ValueError("give at most one of `eval_path`, `eval_split` and `eval_share`")
-    if source.eval_split is not None and source.eval_split == source.split:
+    if source.eval_share is not None and (source.eval_path or source.eval_split):
+        raise ValueError("give `eval_share`, or `eval_path` and `eval_split`: held-out rows come from one place")
+    if source.eval_path is None and source.eval_split is not None and source.eval_split == source.split:
         raise ValueError(f"`split` and `eval_split` are both {source.split}; give two splits, or `eval_share`")
 
 

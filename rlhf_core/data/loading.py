@@ -109,12 +109,17 @@ def _load_source(kind: DatasetKind, data: DataSource, source: SourceFields) -> L
         rows, held_out_rows = _share_held_out(train, source.eval_share)
         return LoadedSource(train, None, rows, held_out_rows)
     held_out = None
-    if source.eval_path is not None:
-        held_out = _converted(kind, data, source, source.eval_path, read_path(source.eval_path, None))
-    elif source.eval_split is not None:
-        name = f"{source.name} ({source.eval_split})"
-        held_out = _converted(kind, data, source, name, _read_split(source, source.eval_split))
+    if source.eval_path is not None or source.eval_split is not None:
+        name = source.eval_path or source.name
+        where = f"{name} ({source.eval_split})" if source.eval_split else name
+        held_out = _converted(kind, data, source, where, _read_held_out(source))
     return LoadedSource(train, held_out, train.rows, held_out.rows if held_out else [])
+
+
+def _read_held_out(source: SourceFields) -> list[Row]:
+    if source.eval_path is not None:
+        return read_path(source.eval_path, source.eval_split)
+    return _read_split(source, source.eval_split)
 
 
 def _read_split(source: SourceFields, split: str | None) -> list[Row]:

@@ -19,7 +19,8 @@ TWO = [{"path": "a.jsonl", "probability": 0.25}, {"hub": "org/name", "probabilit
         ({"path": "a", "probability": 0.5}, "data.sft.probability: unknown setting"),
         ({"arithmetic": {"rows": 3}, "max_samples": 2, "split": "x"}, "`split`, `max_samples` belongs to `path` and `"),
         ({"path": "a", "revision": "main"}, "`revision` and `subset` belong to `hub`"),
-        ({"path": "a", "eval_path": "b", "eval_share": 0.1}, "give at most one of `eval_path`, `eval_split` and `eval"),
+        ({"path": "a", "eval_path": "b", "eval_share": 0.1}, "give `eval_share`, or `eval_path` and `eval_split`"),
+        ({"path": "a", "eval_split": "b", "eval_share": 0.1}, "give `eval_share`, or `eval_path` and `eval_split`"),
         ({"path": "a", "split": "x", "eval_split": "x"}, "`split` and `eval_split` are both x; give two splits"),
         ({"path": "a", "eval_share": 1.0}, "data.sft.eval_share: Input should be less than 1"),
         ({"path": "a", "shape": "markers"}, "sft.shape is markers; this data set has prompt, alpaca, messages, text"),
@@ -43,6 +44,7 @@ def test_settings_that_contradict_each_other_are_one_line(source, message):
     [
         {"path": "a", "eval_path": "b"},
         {"path": "a", "eval_split": "test"},
+        {"path": "a", "split": "x", "eval_path": "b", "eval_split": "x"},
         {"path": "a", "eval_share": 0.1},
         {"arithmetic": {"rows": 3, "eval_rows": 1}},
         {"sources": [{"path": "a"}, {"path": "b", "eval_share": 0.1}]},

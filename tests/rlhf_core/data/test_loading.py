@@ -38,6 +38,18 @@ def test_splits_of_one_source(tmp_path):
     assert load_data("sft", DataSource(path=str(path), split="test")).rows == texts("b", 2)
 
 
+def test_a_split_of_another_file_is_held_out(tmp_path, write):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"train": texts("b", 3), "test": texts("c", 2)}))
+    source = DataSource(path=write("a.jsonl", texts("a", 3)), eval_path=str(other), eval_split="test")
+    data = load_data("sft", source)
+    assert (data.rows, data.held_out) == (texts("a", 3), texts("c", 2))
+    assert data.sources[0].held_out is not None
+    assert data.sources[0].held_out.name == f"{other} (test)"
+    with pytest.raises(DataError, match=f"data file {other} has no split dev; set `split` to one of test, train"):
+        load_data("sft", source.model_copy(update={"eval_split": "dev"}))
+
+
 def test_a_share_is_held_out_whatever_the_order_and_the_format(write):
     rows = [{"prompt": f"p{n // 2}", "response": str(n)} for n in range(2000)]
 
