@@ -54,9 +54,13 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest -m engines
 
-# What takes longer: three seeds, the reward model alone, bfloat16. Resumable; figures go into docs/learning.md.
+# What takes longer; times are those of two idle cores. The first three keep in .rlhf/bench what they have finished and go
+# on from there. Figures go into docs/.
 bench: $(STAMP)
-	$(BIN)/python tests/benchmarks/learning.py
+	$(BIN)/python tests/benchmarks/learning.py        # half an hour: what the demo learns, three seeds, and bfloat16
+	$(BIN)/python tests/benchmarks/kills.py           # 20 minutes: 30 stages killed at random, and resumed
+	$(BIN)/python tests/benchmarks/cuts.py            # 3 minutes: 336 cuts of an optimizer step, against plain PyTorch
+	$(BIN)/python tests/benchmarks/logprob_memory.py  # 10 minutes: peak memory of log-probs, vocabulary of 128k
 
 clean:
 	rm -rf .venv .rlhf

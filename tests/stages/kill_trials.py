@@ -100,10 +100,11 @@ class StageRun:
         return attempt_name(Path(self.spec.scratch))
 
     def events(self) -> list[dict[str, Any]]:
-        """Of the newest driver: each clears what one before it left."""
+        """Of the newest driver."""
         return list(read_events(Path(self.spec.scratch) / "events.jsonl"))
 
     def start(self) -> subprocess.Popen[bytes]:
+        Path(self.spec.scratch, "events.jsonl").unlink(missing_ok=True)  # of a driver before it
         command = [sys.executable, "-m", self.planned.stage.module, "--spec", str(self.directory / "spec.json")]
         with (self.directory / "driver.log").open("ab") as log:
             return subprocess.Popen(
@@ -140,8 +141,9 @@ class StageRun:
         try:
             wait_until(lambda: driver.poll() is not None or self._steps_done() >= step)
             time.sleep(pause_s)
-            kill_tree(driver.pid)
-            driver.wait()
+            if driver.poll() is None:
+                kill_tree(driver.pid)
+                driver.wait()
         finally:
             _sweep(before, self.attempt)
         if read_manifest(self.store, self.spec.stage, self.spec.key) is not None or self._steps_done() < step:

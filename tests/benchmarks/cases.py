@@ -1,0 +1,47 @@
+"""Finished cases of a benchmark in a JSON-lines file, so that a run that was stopped goes on where it was."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parents[2] / ".rlhf" / "bench"
+MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
+
+
+class Cases:
+    """What was measured for each case; delete the file to measure again."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._done: dict[str, dict[str, Any]] = {}
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            entry = json.loads(line)
+            self._done[_name(entry["case"])] = entry["result"]
+
+    def get(self, case: Mapping[str, Any]) -> dict[str, Any] | None:
+        return self._done.get(_name(case))
+
+    def add(self, case: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """Keeps the result for good before it is returned."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": dict(case), "result": result}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._done[_name(case)] = result
+        return result
+
+
+def _name(case: Mapping[str, Any]) -> str:
+    return json.dumps(dict(case), sort_keys=True)
+
+
+def write_measurement(name: str, lines: list[str]) -> None:
+    """docs/measurements/<name>.md, and the same on the terminal."""
+    MEASUREMENTS.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(lines)
+    (MEASUREMENTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
