@@ -30,7 +30,8 @@ def ds_config(dtype: Dtype, trainer: TrainerSettings, optimizer: OptimizerSettin
         zero["zero_hpz_partition_size"] = trainer.zpg
     if optimizer is None:
         return config
-    config["gradient_clipping"] = optimizer.max_grad_norm
+    # Under ZeRO the norm that DeepSpeed clips is that of Muon's updates: it would undo their scale.
+    config["gradient_clipping"] = optimizer.max_grad_norm if optimizer.name == "adamw" else 0.0
     if stage:
         zero["overlap_comm"] = trainer.overlap_comm
     if dtype != "float32":

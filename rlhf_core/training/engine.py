@@ -66,6 +66,8 @@ class TrainEngine:
         self.zero_stage = zero_stage(dtype, trainer, trained=optimizer is not None)
         # transformers holds it weakly and looks at it while weights are loaded: alive until the module is built.
         zero3_config = HfDeepSpeedConfig(config) if self.zero_stage == 3 else None
+        if trainer.zpg > 1:
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed refuses to make it for a second model
         module: Any = build()
         del zero3_config
         self.mesh = mesh_of(trainer, self.rank)

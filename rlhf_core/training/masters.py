@@ -31,7 +31,8 @@ def fragments(engine: Any) -> Iterator[Fragment]:
             continue
         found = _FRAGMENT[stage](engine, parameter)
         if found is not None:
-            yield Fragment(bare_name(name), *found)
+            start, values = found
+            yield Fragment(bare_name(name), start, values.detach())
 
 
 def whole(engine: Any, start: int, values: Tensor | None, shape: torch.Size) -> Tensor:
@@ -48,7 +49,7 @@ def _without_zero(engine: Any, parameter: Any) -> tuple[int, Tensor] | None:
     group = engine.seq_data_parallel_group
     share = -(-parameter.numel() // dist.get_world_size(group))
     start = min(dist.get_rank(group) * share, parameter.numel())
-    values = parameter.detach().view(-1)[start : start + share]
+    values = parameter.view(-1)[start : start + share]
     return (start, values) if len(values) else None
 
 

@@ -81,6 +81,79 @@ def gradient(
     }
 
 
+def effects(
+    rank: int,
+    ranks: int,
+    *,
+    model: str,
+    trainer: dict[str, Any],
+    samples: Sequence[Any],
+    dtype: str = "float32",
+    kind: str = "sft",
+) -> dict[str, Any]:
+    """What DeepSpeed and the model do under `trainer`, seen from outside during one step."""
+    with engine_of(kind, model, trainer, {"lr": 1e-2}, dtype) as engine:
+        layer = engine.module.lm.model.layers[0]
+        forwards: list[int] = []
+        copies: list[bool] = []
+
+        def seen(*_: Any) -> None:
+            forwards.append(1)
+            copies.append(any(getattr(p, "ds_secondary_tensor", None) is not None for p in engine.module.parameters()))
+
+        layer.mlp.register_forward_pre_hook(seen)
+        batches = batches_of(kind, samples, engine, trainer)
+        engine.step(batches, objective_of(kind))
+        zero = engine.engine.optimizer
+        checkpointing = vars(layer).get("_gradient_checkpointing_func")
+        return {
+            "forwards": len(forwards) / len(batches),
+            "reentrant": None if checkpointing is None else checkpointing.keywords["use_reentrant"],
+            "offload": [engine.engine.zero_use_cpu_optimizer(), type(zero.optimizer).__name__],
+            "overlap": engine.engine.zero_overlap_comm(),
+            "second copy": any(copies),
+            "gradients": str(engine.engine.get_data_types()[1]),
+        }
+
+
+def average(
+    rank: int,
+    ranks: int,
+    *,
+    model: str,
+    trainer: dict[str, Any],
+    samples: Sequence[Any],
+    decay: float,
+    steps: int,
+    directory: str,
+    lr: float = 1e-2,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Weights before and after each step and their moving average at the end; digests, with and without one."""
+    optimizer = {"lr": lr, "warmup_ratio": 0.0, "schedule": "constant"}
+
+    def run(**options: Any) -> dict[str, Any]:
+        with engine_of("sft", model, trainer, optimizer, dtype, **options) as engine:
+            batches, objective = batches_of("sft", samples, engine, trainer), objective_of("sft")
+            weights = [parameters_of(engine)]
+            for _ in range(steps):
+                engine.step(batches, objective)
+                weights.append(parameters_of(engine))
+            done: dict[str, Any] = {"weights": weights}
+            if options:
+                engine.export(directory)
+                shapes = {name: array.shape for name, array in weights[0].items()}
+                done["average"] = averages_of(engine)
+                done["fp32 average"] = {n: engine.ema.whole(n, Size(shape)).numpy() for n, shape in shapes.items()}
+            engine.step(batches, objective)
+            return {**done, "digests": digest_of(engine)}
+
+    from torch import Size
+
+    with_average = run(ema_decay=decay)
+    return {**with_average, "digests without": run()["digests"]}
+
+
 def resume(
     rank: int,
     ranks: int,
@@ -93,7 +166,6 @@ def resume(
     after: int,
     optimizer: dict[str, Any],
     directory: str,
-    ema_decay: float | None = None,
 ) -> dict[str, Any]:
     """Steps in one go, and the same with new engines in between: digests of both, and where both saved at the end."""
     import torch
@@ -105,7 +177,7 @@ def resume(
     objective = objective_of("sft")
 
     def new_engine() -> Any:
-        return engine_of("sft", model, trainer, optimizer, dtype, total_steps=before + after, ema_decay=ema_decay)
+        return engine_of("sft", model, trainer, optimizer, dtype, total_steps=before + after, ema_decay=0.9)
 
     def run(engine: Any, first: int, count: int) -> list[tuple[float, float]]:
         done = []

@@ -21,7 +21,7 @@ import lora_programs
 from engine_programs import digest_of, parameters_of
 
 HOST = "127.0.0.1"
-ANSWER_S = 60.0  # far above what any program takes: a rank that hangs fails its test instead of stopping the session
+ANSWER_S = 240.0  # far above what any program takes: a rank that hangs fails its test instead of stopping the session
 
 
 class Ranks:
@@ -60,7 +60,8 @@ class Ranks:
         results = []
         for rank, connection in enumerate(connections):
             if not connection.poll(ANSWER_S):
-                raise TimeoutError(f"rank {rank} gave no answer to {calls[rank][0]} within {ANSWER_S:.0f} s")
+                others = [value for ok, value in results if not ok]  # what this rank may be waiting for
+                raise TimeoutError(f"rank {rank} gave no answer to {calls[rank][0]} within {ANSWER_S:.0f} s; {others}")
             results.append(connection.recv())
         for rank, (ok, value) in enumerate(results):
             if not ok:
