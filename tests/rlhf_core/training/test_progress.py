@@ -97,10 +97,9 @@ class Calls:
         self.limits.setdefault(method, set()).add(timeout_s)
         return [getattr(self, method)(*args)]
 
-    def load(self) -> dict[str, int]:
+    def load(self, fresh: bool) -> dict[str, int]:
+        assert fresh == (newest_complete(self._store, "rm", KEY)[0] is None)
         return {"total_steps": 5, "eval_rows": 1}
-
-    def prepare(self) -> None: ...
 
     def train_step(self) -> dict[str, float]:
         self._step += 1
@@ -146,7 +145,6 @@ def test_loop_keeps_as_many_checkpoints_as_told_and_waits_as_long_as_told(tmp_pa
     assert group.limits.pop("evaluate") in ({7}, {900})
     assert group.limits == {
         "load": {900},
-        "prepare": {900},
         "restore_checkpoint": {900},
         "save_checkpoint": {900},
         "train_step": {7},
