@@ -1,14 +1,16 @@
 """What a stage reads from outside the store: fingerprints for its key, compared again when it is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings
+from rlhf_core.config.training import ModelSource
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
 from rlhf_core.data.sources import hub_commit
+from rlhf_core.models.hub import INSTEAD, fetch_model, missing_part, model_commit
 from rlhf_core.store.keys import directory_digest, file_fingerprint, remote_fingerprint
 
 
@@ -34,18 +36,44 @@ def data_fingerprints(kind: str, data: DataSource) -> dict[str, str]:
 
 
 def foreign_models(section: str, settings: SupervisedSettings) -> dict[str, str]:
-    """Input name -> content digest of each model directory that a supervised stage's settings name.
+    """Input name -> fingerprint of each model from outside that a supervised stage's settings name: a directory's
+    content digest, or a commit of the hub.
 
-    Empty for a model from scratch, whose settings say all. Raises SettingsError for what is no such directory.
+    Empty for a model from scratch, whose settings say all. Raises SettingsError for what cannot be had.
     """
+    prints: dict[str, str] = {}
+    for name, source in _model_sources(settings).items():
+        if source.path is not None:
+            prints[name] = _model_digest(f"{section}.{name}.path", source.path)
+        elif source.hub is not None:
+            with _readable(f"{section}.{name}.hub", f"model {source.hub}", INSTEAD):
+                prints[name] = model_commit(source.hub, source.revision)
+    return prints
+
+
+def pinned(settings: SupervisedSettings, prints: Mapping[str, str]) -> SupervisedSettings:
+    """The settings with each model of the hub at the commit that `foreign_models` found, wherever its branch moves."""
+    sources = _model_sources(settings)
+    at_commit = {
+        name: source.model_copy(update={"revision": prints[name]}) for name, source in sources.items() if source.hub
+    }
+    return settings.model_copy(update=at_commit)
+
+
+def fetch_hub_models(settings: SupervisedSettings) -> None:
+    """Has every model of the hub in this node's cache: what the hub refuses is an error before ranks start, and those
+    of this node find it there. Raises SettingsError."""
+    for source in _model_sources(settings).values():
+        if source.hub is not None:
+            fetch_model(source.hub, source.revision)
+
+
+def _model_sources(settings: SupervisedSettings) -> dict[str, ModelSource]:
+    """Input name -> the source that the settings give for it."""
     sources = {"model": settings.model}
     if isinstance(settings, DpoSettings | KtoSettings):
         sources["reference"] = settings.reference
-    return {
-        name: _model_digest(f"{section}.{name}.path", source.path)
-        for name, source in sources.items()
-        if source is not None and source.path is not None
-    }
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _model_digest(setting: str, path: str) -> str:
@@ -84,17 +112,11 @@ def _s3_errors() -> tuple[type[Exception], ...]:
 
 def check_model_directory(setting: str, path: str) -> None:
     """Refuses what no engine could load, before one starts."""
-    directory = Path(path)
-    wanted = {
-        "config.json": ["config.json"],
-        "weights (*.safetensors)": ["*.safetensors"],
-        "tokenizer.json": ["tokenizer.json", "tokenizer.model"],
-    }
-    if not directory.is_dir():
+    if not Path(path).is_dir():
         raise SettingsError(f"{setting}: {path} is not a directory; give a Hugging Face model directory")
-    for what, patterns in wanted.items():
-        if not any(any(directory.glob(pattern)) for pattern in patterns):
-            raise SettingsError(f"{setting}: {path} has no {what}; give a complete Hugging Face model directory")
+    missing = missing_part(Path(path))
+    if missing is not None:
+        raise SettingsError(f"{setting}: {path} has no {missing}; give a complete Hugging Face model directory")
 
 
 def check_unchanged(where: str, now: dict[str, str], planned: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from rlhf_core.store.keys import StageKey, stage_key
 from stages.definition import Stage
 from stages.dpo import DPO
 from stages.evaluate import EVALUATE
-from stages.inputs import code_digests, data_fingerprints, foreign_models
+from stages.inputs import code_digests, data_fingerprints, foreign_models, pinned
 from stages.kto import KTO
 from stages.ppo import PPO
 from stages.prepare_data import PREPARE_DATA
@@ -90,12 +90,13 @@ def _nodes(settings: PipelineSettings) -> Iterator[_Node]:
 def _supervised(name: str, section: SupervisedSettings) -> _Node:
     """Starts from its own `model` where it has one, else from the SFT stage's artifact."""
     (kind,) = SECTION_DATA[name]
+    models = foreign_models(name, section)
     return _Node(
         name,
         STAGES[name],
-        section,
+        pinned(section, models),
         inputs={"data": f"data-{kind}"} | ({"model": "sft"} if section.model is None else {}),
-        models=foreign_models(name, section),
+        models=models,
         code=code_digests(name, section),
     )
 

@@ -13,7 +13,7 @@ from rlhf_core.tracking.plots import Curve, plot_curves
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_length, described
 from stages.definition import StageContext, StageResult
-from stages.inputs import check_unchanged, code_digests, foreign_models
+from stages.inputs import check_unchanged, code_digests, fetch_hub_models, foreign_models
 from stages.tokens import Tokens, tokenise
 
 
@@ -57,6 +57,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     from rlhf_core.training.supervised_loop import run_supervised
 
     settings: SupervisedSettings = context.settings
+    fetch_hub_models(settings)
     directory = model_directory(context)
     check_inputs(context, directory)
     check_resumable(context.store, context.stage, context.key, settings)
@@ -103,8 +104,8 @@ def adapter_facts(settings: SupervisedSettings, model: Path) -> dict[str, Any]:
 
 
 def model_directory(context: StageContext) -> Path:
-    """The Hugging Face directory that training starts from, on this node: an artifact's, the user's, or a small Llama
-    made here."""
+    """The Hugging Face directory that training starts from, on this node: an artifact's, the user's, one in the cache
+    of the hub, or a small Llama made here."""
     from rlhf_core.training.rank import base_model_directory
 
     settings: SupervisedSettings = context.settings

@@ -1,11 +1,13 @@
 """What all tests share. Data sets are found at ../shared/data or in RLHF_TEST_DATA, never copied."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # Before anything is imported: the number of threads enters the bits, and nothing reports home.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

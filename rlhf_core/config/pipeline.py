@@ -110,7 +110,7 @@ class PipelineSettings(Settings):
             if section is not None and section.model is None and self.sft is None:
                 raise ValueError(
                     f"{name}.model: missing, and there is no section sft whose model {name} could start from; give "
-                    f"{name}.model.path a Hugging Face directory, or add sft"
+                    f"{name}.model a `path` or a name on the `hub`, or add sft"
                 )
         return self
 

@@ -31,17 +31,25 @@ class ScratchModel(Settings):
 
 
 class ModelSource(Settings):
-    """The model a chain starts from: a Hugging Face directory, or a small Llama from scratch."""
+    """The model a chain starts from: a Hugging Face directory, a model of the hub, or a small Llama from scratch."""
 
     path: Annotated[str | None, Neutral] = Field(
         default=None, description="Hugging Face model directory; its content is in the key."
+    )
+    hub: Annotated[str | None, Neutral] = Field(
+        default=None, description="Model on the Hugging Face hub, e.g. org/name; its commit is in the key."
+    )
+    revision: Annotated[str | None, Neutral] = Field(
+        default=None, description="Branch, tag or commit on the hub; null: its main branch."
     )
     scratch: ScratchModel | None = Field(default=None, description="Make a small Llama instead.")
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelSource":
-        if (self.path is None) == (self.scratch is None):
-            raise ValueError("give exactly one of `path` and `scratch`")
+        if sum(given is not None for given in (self.path, self.hub, self.scratch)) != 1:
+            raise ValueError("give exactly one of `path`, `hub` and `scratch`")
+        if self.revision is not None and self.hub is None:
+            raise ValueError("`revision` belongs to `hub`")
         return self
 
 

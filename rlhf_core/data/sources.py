@@ -195,8 +195,12 @@ def hub_commit(name: str, revision: str | None) -> str:
     if revision is not None and len(revision) == 40 and set(revision) <= set("0123456789abcdef"):
         return revision
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    commit = HfApi().dataset_info(name, revision=revision).sha
+    try:
+        commit = HfApi().dataset_info(name, revision=revision).sha
+    except HTTPError as error:  # of the client's transport, e.g. a refused connection, which is no OSError
+        raise ConnectionError(_line(error)) from error
     if commit is None:
         raise ValueError(f"the hub gives no commit for {name}")
     return commit

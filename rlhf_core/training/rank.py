@@ -126,13 +126,18 @@ def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: Clu
 
 
 def base_model_directory(source: ModelSource, scratch: str, rank: int | str) -> Path:
-    """The Hugging Face directory that a chain starts from: the given one, or a small Llama written here.
+    """The Hugging Face directory that a chain starts from: the given one, that of a model of the hub in this node's
+    cache, or a small Llama written here.
 
     rank: whose copy it is, a rank's or the "driver"'s. To be called before the process group exists: once it does,
-    transformers saves on rank 0 alone.
+    transformers saves on rank 0 alone. Raises SettingsError for a model that the hub does not give.
     """
     if source.path is not None:
         return Path(source.path)
+    if source.hub is not None:
+        from rlhf_core.models.hub import fetch_model
+
+        return fetch_model(source.hub, source.revision)
     from rlhf_core.models.scratch import write_scratch_model
 
     assert source.scratch is not None  # the settings model admits no other case

@@ -1,16 +1,14 @@
-"""Data sets of the Hugging Face hub, from a hub on the loopback with the parts of its interface that are asked for."""
+"""Data sets of the Hugging Face hub, from a hub on the loopback."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_server import Hub
 
 COMMIT, OLD_COMMIT = "c0ffee" + "0" * 34, "decade" + "0" * 34
 REVISIONS = {"main": COMMIT, "v1": OLD_COMMIT}
@@ -35,52 +33,11 @@ REPOSITORIES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        parts = self.path.split("?")[0].strip("/").removeprefix("api/").split("/")
-        repository, name = "/".join(parts[1:3]), parts[-1]
-        revision = parts[4] if len(parts) > 4 else "main"
-        commit = REVISIONS.get(revision, revision)
-        files = REPOSITORIES.get(f"{repository}@{commit}") or REPOSITORIES.get(repository)
-        if files is None:
-            self._send(404, b"{}")
-        elif parts[3:4] == ["resolve"]:
-            content = files.get(name)
-            missing = {"X-Error-Code": "EntryNotFound"}
-            found = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit} if content else missing
-            self._send(200 if content else 404, (content or "").encode(), **found)
-        elif parts[3:4] == ["tree"]:
-            entries = [{"type": "file", "path": p, "size": len(c), "oid": _digest(c)} for p, c in files.items()]
-            self._send(200, json.dumps(entries).encode())
-        else:
-            siblings = [{"rfilename": path} for path in files]
-            self._send(200, json.dumps({"id": repository, "sha": commit, "siblings": siblings}).encode())
-
-    do_HEAD = do_GET
-
-    def _send(self, status: int, content: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def _digest(content: str) -> str:
-    return hashlib.sha1(f"blob {len(content)}\0{content}".encode()).hexdigest()
-
-
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    files = {name: {path: text.encode() for path, text in texts.items()} for name, texts in REPOSITORIES.items()}
+    with Hub(files, REVISIONS).served() as address:
+        yield address
 
 
 READ = """
@@ -131,3 +88,10 @@ def test_splits_and_subsets_of_a_hub_data_set_and_what_it_does_not_have(hub: str
     # What was read once is there without the hub, where its commit is given.
     offline = read(tmp_path, hub, [["org/name", COMMIT, "sums", None]], COMMIT, offline="1")
     assert offline == [COMMIT, train]
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_of_one_line(tmp_path: Path) -> None:
+    """A refused connection is no OSError in the hub's client."""
+    (message,) = read(tmp_path, "http://127.0.0.1:9", [["org/name", None, None, None]], COMMIT)[1:]
+    assert message.startswith("hub data set org/name cannot be read: ")
+    assert "refused" in message
