@@ -1,10 +1,10 @@
-"""What cuts.py measures: items and objective of each kind of training, its module, and the program that ranks run.
+"""The program that ranks run to cut the steps of cut_kinds.py, and the modules that it trains.
 
 Torch and DeepSpeed are imported inside the functions alone: this file is loaded in ranks before they have joined.
 """
 
 # pyright: reportMissingImports=false
-# The modules of the tests are found through sys.path, which cuts.py has set.
+# The modules of the tests are found through sys.path, which ranks.py has set.
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def gradient(
     from rlhf_core.data.layout import Layout, make_batch, plan_step
     from rlhf_core.training.engine import TrainEngine
 
-    settings = TrainerSettings(ranks=ranks, **trainer)
+    settings = TrainerSettings(**trainer)
     optimizer = OptimizerSettings(lr=GRADIENT_LR, eps=1.0, schedule="constant", warmup_ratio=0.0, max_grad_norm=1e9)
     engine = TrainEngine(
         lambda: build(kind, model, lora=lora, zero_stage=settings.zero_stage),
