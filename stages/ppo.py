@@ -9,6 +9,7 @@ from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.rows import write_jsonl
 from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.tracking.history import History
+from rlhf_core.training.capabilities import check_combination, check_plain_ranks
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_head, check_length, check_same_tokenizer, described, input_template
 from stages.definition import Stage, StageContext, StageResult
@@ -20,6 +21,8 @@ def ppo(context: StageContext) -> StageResult:
 
     settings: PpoSettings = context.settings
     mix = _check_contract(context)
+    check_plain_ranks(settings.trainer, context.stage)
+    check_combination(settings)
     check_resumable(context.store, context.stage, context.key, settings)
     tokenizer = load_tokenizer(context.inputs["policy"] / "model")
     limit = settings.rollout.max_prompt_len

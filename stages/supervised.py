@@ -10,6 +10,7 @@ from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.tracking.history import History
 from rlhf_core.tracking.plots import Curve, plot_curves
+from rlhf_core.training.capabilities import check_combination, check_heads
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_length, described
 from stages.definition import StageContext, StageResult
@@ -51,6 +52,8 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
 
     Whatever the settings, the inputs or the rows do not allow is an error before Ray starts.
     """
+    from transformers import AutoConfig
+
     from rlhf_core.cluster.session import ray_session
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.training.rank import start_trainers
@@ -60,6 +63,8 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     fetch_hub_models(settings)
     directory = model_directory(context)
     check_inputs(context, directory)
+    check_combination(settings)
+    check_heads(settings.trainer, AutoConfig.from_pretrained(directory))
     check_resumable(context.store, context.stage, context.key, settings)
     tokens = tokenise(context, load_tokenizer(directory))
     cluster = context.run.cluster

@@ -17,6 +17,7 @@ from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
 from rlhf_core.models.export import export_model, is_quantised
 from rlhf_core.models.lora import adapter_state, is_adapter, merged_state
 from rlhf_core.store.keys import directory_digest
+from rlhf_core.training.capabilities import check_heads
 from rlhf_core.training.ds_config import ds_config, lr_factor
 from rlhf_core.training.ema import Ema
 from rlhf_core.training.mesh import mesh_of, zero_stage
@@ -75,6 +76,7 @@ class TrainEngine:
         self.ema: Ema | None = None
         # float32 without ZeRO: DeepSpeed steps torch's AdamW itself, and keeps no gradient norm.
         self._unwrapped = self.zero_stage == 0
+        check_heads(trainer, module.lm.config)
         self._shards: SequenceShards | None = None
         if self.mesh.sequence > 1:
             self._shards = SequenceShards(module, self.mesh.sequence, trainer.attention)
@@ -86,6 +88,8 @@ class TrainEngine:
             self.engine, self.module = self._frozen(module, config)
             return
         freeze(module, frozen)
+        if trainer.liger:
+            _use_liger(module.lm)
         if trainer.activation_checkpointing:
             _recompute_activations(module.lm, reentrant=trainer.activation_checkpointing_reentrant)
         self.engine, *_ = _initialize(
@@ -97,6 +101,8 @@ class TrainEngine:
             lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lr_factor(optimizer, total_steps)),
             dist_init_required=False,
         )
+        if trainer.deepcompile:
+            self.engine.compile()
         self.module = self.engine.module
         self.device = self.engine.device
         # What DeepSpeed divides the sum of all ranks' gradients by. ZeRO-3 takes the ranks of a sequence for others'.
@@ -308,6 +314,12 @@ def _weighted(parts: LossParts, totals: dict[str, float]) -> Tensor:
 def gathered(parameters: list[Any], zero_stage: int, modifier_rank: int | None = None) -> Any:
     """Context in which ZeRO-3 parameters are whole on every rank; changes of `modifier_rank` are kept."""
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, enabled=zero_stage == 3)
+
+
+def _use_liger(lm: Any) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
+
+    _apply_liger_kernel_to_instance(model=lm)
 
 
 def _recompute_activations(lm: Any, *, reentrant: bool) -> None:

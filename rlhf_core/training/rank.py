@@ -16,6 +16,7 @@ from rlhf_core.store.checkpoints import Checkpoint, download, upload_shards
 from rlhf_core.store.leases import attach
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
+from rlhf_core.training.capabilities import check_machine
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.workers import WorkerGroup
@@ -101,17 +102,22 @@ class TrainerRank(ABC):
 
 
 def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: ClusterSettings) -> "WorkerGroup":
-    """A group of `trainer.ranks` ranks of class `target` ("module:Class"), joined in one process group."""
+    """A group of `trainer.ranks` ranks of class `target` ("module:Class"), joined in one process group.
+
+    Raises SettingsError for what this machine or installation cannot run.
+    """
     from rlhf_core.cluster.session import ClusterError
     from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 
+    environment = rank_environment()
+    check_machine(job.settings, cuda=environment["gpus_per_rank"] > 0)
     group = WorkerGroup(
         "trainer",
         target,
         trainer.ranks,
         events=Path(job.scratch) / "events.jsonl",
         start_timeout_s=cluster.start_timeout_s,
-        **rank_environment(),
+        **environment,
     )
     limit = cluster.start_timeout_s
     try:

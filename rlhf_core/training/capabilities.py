@@ -1,0 +1,123 @@
+"""What this installation and this machine can run: settings that cannot work are refused before ranks start.
+
+Loads without torch, and asks for packages without importing them.
+"""
+
+import importlib.util
+from typing import Any
+
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.training import TrainerSettings
+
+
+def check_machine(settings: Any, *, cuda: bool) -> None:
+    """Raises SettingsError for what needs an NVIDIA GPU or a package that is not there.
+
+    settings: of a trained stage. cuda: whether the ranks will have such GPUs.
+    """
+    trainer: TrainerSettings = settings.trainer
+    wanted = {
+        "dtype float16": (settings.dtype == "float16", None, "dtype bfloat16"),
+        "trainer.attention flash_attention_2": (
+            trainer.attention == "flash_attention_2",
+            "flash_attn",
+            "trainer.attention sdpa",
+        ),
+        "trainer.liger": (trainer.liger, "liger_kernel", "trainer.liger false"),
+        "trainer.deepcompile": (trainer.deepcompile, None, "trainer.deepcompile false"),
+        "lora.load_in_4bit": (_in_4bit(settings), "bitsandbytes", "lora.load_in_4bit false"),
+    }
+    for name, (asked, package, instead) in wanted.items():
+        if not asked:
+            continue
+        if not cuda:
+            raise SettingsError(f"{name} needs an NVIDIA GPU, and the ranks have none here; use {instead}")
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise SettingsError(f"{name} needs the package {package}, which is not installed; use {instead}")
+
+
+def check_combination(settings: Any) -> None:
+    """Raises SettingsError for trainer settings that exclude one another, or that DeepSpeed cannot combine."""
+    trainer: TrainerSettings = settings.trainer
+    tensor, sequence = trainer.tensor_parallel, trainer.sequence_parallel
+    shared = tensor * sequence > 1
+    low = settings.dtype != "float32"
+    faults = {
+        f"trainer.ranks {trainer.ranks} is no multiple of tensor_parallel {tensor} x sequence_parallel {sequence}": (
+            trainer.ranks % (tensor * sequence) > 0
+        ),
+        "trainer.tensor_parallel and sequence_parallel are not combined by DeepSpeed; set one of them to 1": (
+            tensor > 1 and sequence > 1
+        ),
+        "trainer.packing with sequence_parallel needs attention flash_attention_2, which alone keeps samples apart "
+        "there; set packing false": (sequence > 1 and trainer.packing and trainer.attention != "flash_attention_2"),
+        "trainer.sequence_parallel has no attention eager; use sdpa": sequence > 1 and trainer.attention == "eager",
+        "optimizer.name muon wants whole matrices on each rank; set tensor_parallel and sequence_parallel to 1": (
+            settings.optimizer.name == "muon" and shared
+        ),
+        "aux_loss_coef with sequence_parallel: each rank's router sees a part of the tokens; leave one of them out": (
+            sequence > 1 and _field(settings, "aux_loss_coef") not in (None, 0.0)
+        ),
+        f"trainer.zpg {trainer.zpg} is a second partition of ZeRO-3, and zero_stage is {trainer.zero_stage}": (
+            trainer.zpg > 1 and trainer.zero_stage != 3
+        ),
+        f"trainer.zpg {trainer.zpg} must divide trainer.ranks {trainer.ranks}": trainer.ranks % trainer.zpg > 0,
+        "trainer.offload_optimizer needs zero_stage 1 or more": (
+            trainer.offload_optimizer and trainer.zero_stage == 0 and not low and not shared
+        ),
+        "trainer.grad_accum_dtype bfloat16 goes with dtype bfloat16; float32 gradients add up in float32": (
+            trainer.grad_accum_dtype == "bfloat16" and not low
+        ),
+        "trainer.activation_checkpointing_reentrant is a variant of activation_checkpointing; set that too": (
+            trainer.activation_checkpointing_reentrant and not trainer.activation_checkpointing
+        ),
+    }
+    for message, wrong in faults.items():
+        if wrong:
+            raise SettingsError(message)
+
+
+def check_plain_ranks(trainer: TrainerSettings, stage: str) -> None:
+    """Raises SettingsError for what a stage lacks whose rows are padded and whose ranks all see different samples."""
+    for name, given, plain in (
+        ("tensor_parallel", trainer.tensor_parallel, 1),
+        ("sequence_parallel", trainer.sequence_parallel, 1),
+        ("packing", trainer.packing, False),
+    ):
+        if given != plain:
+            raise SettingsError(f"{stage}.trainer.{name} {given} is for supervised stages; set it to {plain}".lower())
+
+
+def check_heads(trainer: TrainerSettings, config: Any) -> None:
+    """Raises SettingsError if ranks cannot share the attention heads of a model of this Hugging Face configuration."""
+    tensor, sequence = trainer.tensor_parallel, trainer.sequence_parallel
+    if tensor * sequence == 1:
+        return
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = text.to_dict().get("num_key_value_heads") or heads  # a field of models with grouped queries
+    if heads % tensor or kv_heads % tensor:
+        raise SettingsError(
+            f"trainer.tensor_parallel {tensor} does not divide the model's {heads} attention heads and {kv_heads} "
+            f"key-value heads; {_allowed(heads, kv_heads, both=True)} would"
+        )
+    if heads % sequence or (kv_heads % sequence and sequence % kv_heads):
+        raise SettingsError(
+            f"trainer.sequence_parallel {sequence} cannot share the model's {heads} attention heads and {kv_heads} "
+            f"key-value heads; {_allowed(heads, kv_heads, both=False)} can"
+        )
+
+
+def _allowed(heads: int, kv_heads: int, *, both: bool) -> str:
+    shared = (n for n in range(1, heads + 1) if heads % n == 0)
+    return ", ".join(str(n) for n in shared if kv_heads % n == 0 or (not both and n % kv_heads == 0))
+
+
+def _field(settings: Any, name: str) -> Any:
+    """A field that the supervised stages have and PPO lacks."""
+    return getattr(settings, name) if name in type(settings).model_fields else None
+
+
+def _in_4bit(settings: Any) -> bool:
+    lora = _field(settings, "lora")
+    return lora is not None and lora.load_in_4bit

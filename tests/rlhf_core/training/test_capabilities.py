@@ -1,0 +1,144 @@
+"""What cannot run is refused in one line, before ranks start."""
+
+import importlib.util
+import inspect
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.supervised import SftSettings
+from rlhf_core.config.training import (
+    LoraSettings,
+    ModelSource,
+    OptimizerSettings,
+    TrainerSettings,
+)
+from rlhf_core.training.capabilities import check_combination, check_heads, check_machine, check_plain_ranks
+
+
+def settings_of(optimizer: str = "adamw", lora: dict[str, Any] | None = None, **given: Any) -> SftSettings:
+    own = {name: given.pop(name) for name in ("dtype", "aux_loss_coef") if name in given}
+    return SftSettings(
+        model=ModelSource(path="x"),
+        optimizer=OptimizerSettings(lr=1.0, name=optimizer),  # type: ignore[arg-type]
+        lora=None if lora is None else LoraSettings(rank=2, **lora),
+        batch_size=8,
+        max_len=8,
+        max_steps=1,
+        trainer=TrainerSettings(**given),
+        **own,
+    )
+
+
+NEEDS_GPU = [
+    ({"dtype": "float16"}, "dtype float16", "dtype bfloat16"),
+    ({"attention": "flash_attention_2"}, "trainer.attention flash_attention_2", "trainer.attention sdpa"),
+    ({"liger": True}, "trainer.liger", "trainer.liger false"),
+    ({"deepcompile": True}, "trainer.deepcompile", "trainer.deepcompile false"),
+    ({"lora": {"load_in_4bit": True}}, "lora.load_in_4bit", "lora.load_in_4bit false"),
+]
+
+
+@pytest.mark.parametrize(("given", "name", "instead"), NEEDS_GPU)
+def test_what_needs_a_gpu_is_refused_without_one(given: dict[str, Any], name: str, instead: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        check_machine(settings_of(**given), cuda=False)
+    assert str(caught.value) == f"{name} needs an NVIDIA GPU, and the ranks have none here; use {instead}"
+
+
+@pytest.mark.parametrize(("given", "package"), [({"liger": True}, "liger_kernel"), ({"dtype": "float16"}, None)])
+def test_a_missing_package_is_named(given: dict[str, Any], package: str | None) -> None:
+    if package is None or importlib.util.find_spec(package) is not None:
+        check_machine(settings_of(**given), cuda=True)
+        return
+    with pytest.raises(SettingsError, match=f"needs the package {package}, which is not installed; use trainer.liger"):
+        check_machine(settings_of(**given), cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"ranks": 3, "tensor_parallel": 2},
+            "trainer.ranks 3 is no multiple of tensor_parallel 2 x sequence_parallel 1",
+        ),
+        ({"ranks": 4, "tensor_parallel": 2, "sequence_parallel": 2}, "are not combined by DeepSpeed"),
+        ({"ranks": 2, "sequence_parallel": 2, "packing": True}, "needs attention flash_attention_2"),
+        ({"ranks": 2, "sequence_parallel": 2, "attention": "eager"}, "has no attention eager; use sdpa"),
+        ({"ranks": 2, "sequence_parallel": 2, "optimizer": "muon"}, "muon wants whole matrices on each rank"),
+        ({"ranks": 2, "tensor_parallel": 2, "optimizer": "muon"}, "muon wants whole matrices on each rank"),
+        ({"ranks": 2, "sequence_parallel": 2, "aux_loss_coef": 0.1}, "aux_loss_coef with sequence_parallel"),
+        ({"ranks": 2, "zpg": 2, "zero_stage": 2}, "is a second partition of ZeRO-3, and zero_stage is 2"),
+        ({"ranks": 3, "zpg": 2, "zero_stage": 3}, "trainer.zpg 2 must divide trainer.ranks 3"),
+        ({"dtype": "float32", "offload_optimizer": True, "zero_stage": 0}, "needs zero_stage 1 or more"),
+        ({"dtype": "float32", "grad_accum_dtype": "bfloat16"}, "goes with dtype bfloat16"),
+        ({"activation_checkpointing_reentrant": True}, "is a variant of activation_checkpointing; set that too"),
+    ],
+)
+def test_settings_that_exclude_one_another(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check_combination(settings_of(**given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"ranks": 4, "tensor_parallel": 2, "packing": True, "zero_stage": 3},
+        {"ranks": 4, "sequence_parallel": 2, "lora": {}},
+        {"ranks": 2, "sequence_parallel": 2, "packing": True, "attention": "flash_attention_2"},
+        {"ranks": 4, "zpg": 2, "zero_stage": 3, "offload_optimizer": True, "grad_accum_dtype": "bfloat16"},
+        {"optimizer": "muon", "zero_stage": 3, "ranks": 2},
+    ],
+)
+def test_settings_that_go_together(given: dict[str, Any]) -> None:
+    check_combination(settings_of(**given))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "heads", "kv_heads", "message"),
+    [
+        (
+            {"tensor_parallel": 3},
+            8,
+            4,
+            "tensor_parallel 3 does not divide the model's 8 .* 4 key-value heads; 1, 2, 4 ",
+        ),
+        ({"tensor_parallel": 8}, 8, 4, "tensor_parallel 8 does not divide"),
+        ({"sequence_parallel": 3}, 8, 4, "sequence_parallel 3 cannot share .*; 1, 2, 4, 8 can"),
+        ({"tensor_parallel": 4}, 8, 4, None),
+        ({"sequence_parallel": 8}, 8, 4, None),  # each key-value head goes to two ranks
+    ],
+)
+def test_heads_are_shared_evenly(trainer: dict[str, Any], heads: int, kv_heads: int, message: str | None) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    if message is None:
+        check_heads(TrainerSettings(**trainer), config)
+        return
+    with pytest.raises(SettingsError, match=message):
+        check_heads(TrainerSettings(**trainer), config)
+
+
+def test_ppo_takes_plain_ranks_alone() -> None:
+    check_plain_ranks(TrainerSettings(ranks=2, zero_stage=3), "ppo")
+    with pytest.raises(SettingsError, match=r"^ppo.trainer.packing true is for supervised stages; set it to false$"):
+        check_plain_ranks(TrainerSettings(packing=True), "ppo")
+
+
+@pytest.mark.engines
+def test_calls_that_no_machine_of_ours_makes_fit_the_libraries() -> None:
+    from deepspeed.runtime.compiler import is_compile_supported
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    assert is_compile_supported()
+    inspect.signature(DeepSpeedEngine.compile).bind(None)
+    config = DeepSpeedConfig({"train_batch_size": 1, "compile": {"deepcompile": True}})
+    assert config.compile_config.deepcompile
+    if importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        inspect.signature(_apply_liger_kernel_to_instance).bind(model=None)
