@@ -123,7 +123,7 @@ def test_a_changed_default_or_description_changes_a_table():
     assert "| `beta` | `0.1` | Strength of the pull to the reference. |" in render_table(DpoSettings)
     assert "| `beta` | `0.2` | None |" in render_table(Changed)
     assert "those below" in render_table(SupervisedSettings)
-    assert "One of `constant`, `cosine`, `linear`." in render_table(OptimizerSettings)
+    assert "One of `constant`, `cosine`, `linear`, `wsd`, `inverse_sqrt`." in render_table(OptimizerSettings)
 
 
 # -- examples -------------------------------------------------------------------------------------------------------

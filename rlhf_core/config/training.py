@@ -77,10 +77,24 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(
         default=0.0, ge=0, description="Decoupled weight decay; not applied to biases and norms."
     )
-    schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="Decay after the warm-up.")
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = Field(
+        default="cosine", description="Decay after the warm-up; wsd stays at the peak and falls at the end."
+    )
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="Share of the steps that warm up.")
+    decay_ratio: float = Field(
+        default=0.2, gt=0, le=1, description="Share of the steps, the last ones, over which wsd falls."
+    )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Floor of the decay, as a share of lr.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this.")
+
+    @model_validator(mode="after")
+    def _phases(self) -> "OptimizerSettings":
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio:g} and decay_ratio {self.decay_ratio:g} are more than all steps; "
+                f"lower one of them"
+            )
+        return self
 
 
 class TrainerSettings(Settings):

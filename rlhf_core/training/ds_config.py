@@ -67,18 +67,38 @@ def _on_cpu() -> bool:
     return accelerator().device_name() == "cpu"
 
 
+_INVERSE_SQRT_STEPS = 10_000  # the time scale of inverse_sqrt where no step warms up; transformers' number
+
+
 def lr_factor(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:
-    """Step -> share of the peak learning rate: linear warm-up, then constant, cosine or linear down to the floor."""
+    """Step, from 0 -> share of the peak learning rate: linear warm-up, then the schedule, never below the floor.
+
+    wsd is Hu et al. 2024 (MiniCPM) with a linear fall; it and inverse_sqrt are transformers' functions of these names.
+    """
     warmup = math.ceil(settings.warmup_ratio * total_steps)
     floor = settings.min_lr_ratio
+    decay_steps = min(round(settings.decay_ratio * total_steps), total_steps - warmup)
+
+    def falling(since: int) -> float:
+        """From 1 to 0, `since` steps after the warm-up."""
+        match settings.schedule:
+            case "constant":
+                return 1.0
+            case "cosine":
+                return 0.5 * (1 + math.cos(math.pi * min(1.0, since / max(1, total_steps - warmup))))
+            case "linear":
+                return 1 - min(1.0, since / max(1, total_steps - warmup))
+            case "wsd":
+                return min(1.0, max(0.0, (total_steps - warmup - since) / max(1, decay_steps)))
+            case "inverse_sqrt":
+                scale = warmup or _INVERSE_SQRT_STEPS
+                return math.sqrt(scale / (since + scale))
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        if settings.schedule == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        falling = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return floor + (1 - floor) * falling
+        share = falling(step - warmup)
+        # 1 / sqrt has no end that could be set to the floor: it falls until it reaches it.
+        return max(floor, share) if settings.schedule == "inverse_sqrt" else floor + (1 - floor) * share
 
     return factor
