@@ -4,7 +4,8 @@
     make bench                                       (all 336 cases, about three minutes on two cores)
     python tests/benchmarks/cuts.py --kinds sft dpo
 
-A finished case is in .rlhf/bench/cuts.jsonl and is not run again. Writes docs/measurements/cuts.md.
+A finished case is in .rlhf/bench/cuts.jsonl and is not run again while the sources stay as they are. Writes
+docs/measurements/cuts.md.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false

@@ -4,7 +4,8 @@ killed three times at a random moment, every time in a run of its own.
     make bench                                             (all 30 trials, about half an hour on two cores)
     python tests/benchmarks/kills.py --stages sft --ranks 1
 
-What was finished is in .rlhf/bench/kills.jsonl and is not run again. Writes docs/measurements/kills.md.
+What was finished is in .rlhf/bench/kills.jsonl and is not run again while the sources stay as they are. Writes
+docs/measurements/kills.md.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def stage_run(folder: Path, stage: str, ranks: int) -> StageRun:
 def run_to_the_end(run: StageRun) -> dict[str, str]:
     """A driver's artifact: digests of its weights, and of its metrics to the last digit."""
     manifest = run.run()
-    metrics = sha256_text(json.dumps(run.metrics(manifest)))
+    metrics = sha256_text(json.dumps(run.metrics(manifest), sort_keys=True))
     return {"weights": manifest.content_digest, "metrics": metrics}
 
 
