@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,28 @@ class TrainEngine:
                 if averaged and self.ema is not None and parameter.requires_grad:
                     part = self.ema.whole(name, part.shape).to(part.dtype)
                 yield name, whole_tensor(parameter, part).cpu()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Forward passes see the moving average, of an engine with `ema_decay`; afterwards the weights' own bits.
+
+        Meanwhile host memory holds the weights once more.
+        """
+        if self.ema is None:
+            yield
+            return
+        trained = [(bare_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
+        before: list[Tensor] = []
+        for name, parameter in trained:
+            with torch.no_grad(), gathered([parameter], self.zero_stage, modifier_rank=0):
+                before.append(parameter.detach().cpu().clone())
+                parameter.copy_(self.ema.whole(name, parameter.shape))
+        try:
+            yield
+        finally:
+            for (_, parameter), own in zip(trained, before, strict=True):
+                with torch.no_grad(), gathered([parameter], self.zero_stage, modifier_rank=0):
+                    parameter.copy_(own)
 
     def export(self, directory: str | Path) -> None:
         """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this.

@@ -135,9 +135,9 @@ class KtoTrainer(ReferenceTrainer):
         self._kl = self._estimate_kl("train", self.order.ids(self.position, self.settings.batch_size))
         return super().train_step()
 
-    def evaluate(self) -> dict[str, float]:
+    def _evaluation(self) -> dict[str, float]:
         self._kl = self._estimate_kl("eval", range(len(self.tables["eval"])))
-        return super().evaluate()
+        return super()._evaluation()
 
     def _objective(self) -> Objective:
         return KtoObjective(self.settings, samples_per_item=1)

@@ -68,7 +68,12 @@ class SupervisedTrainer(TrainerRank):
         return {**means(result.metrics), "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
 
     def evaluate(self) -> dict[str, float]:
-        """Means over the held-out rows, each weighted by what it counts (tokens, pairs, steps)."""
+        """Means over the held-out rows, each weighted by what it counts (tokens, pairs, steps), under the weights that
+        an export would hold: their moving average where one is kept."""
+        with self.engine.averaged_weights():
+            return self._evaluation()
+
+    def _evaluation(self) -> dict[str, float]:
         items = self._items("eval", range(len(self.tables["eval"])))
         return self.engine.evaluate(self._micro_batches(items), self.objective)
 

@@ -216,6 +216,34 @@ def test_a_reward_models_export_scores_as_it_was_evaluated(
     assert AutoTokenizer.from_pretrained(out).chat_template
 
 
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_with_a_moving_average_what_is_evaluated_is_what_is_exported(
+    groups: Any, job_of: Any, tmp_path: Path, zero_stage: int
+) -> None:
+    """The average's loss under Hugging Face; and training that is looked at goes on as one that is not."""
+
+    def run(**settings: Any) -> Any:
+        job = job_of("sft", 2, trainer={"zero_stage": zero_stage}, **settings)
+        arguments = {"target": TARGETS["sft"], "job": job, "train_steps": 4, "evaluate_between": True}
+        return job, groups[2].run("supervised", **arguments, export=str(tmp_path / str(len(settings))))[0]
+
+    _, plain = run()
+    job, averaged = run(ema_decay=0.5)
+    assert [step["loss"] for step in averaged["steps"]] == [step["loss"] for step in plain["steps"]]
+    assert averaged["after"]["loss"] != plain["after"]["loss"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "1")
+    total = count = 0.0
+    table = job.token_tables()["eval"]
+    for number in range(len(table)):
+        sample = table.item(number).samples[0]
+        labels = torch.tensor(sample.ids).long().masked_fill(torch.tensor(sample.weights) == 0, -100)
+        trained = int((labels >= 0).sum())
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor(sample.ids)[None].long(), labels=labels[None]).loss.item()
+        total, count = total + loss * trained, count + trained
+    assert averaged["after"]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters_train_and_leave_the_rest_alone(
     groups: Any, job_of: Any, tmp_path: Path, llama: str, stage: str
