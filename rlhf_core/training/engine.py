@@ -303,7 +303,7 @@ class TrainEngine:
         """This rank's shards, at a step boundary. Every rank calls this, each with a directory of its own."""
         self.engine.save_checkpoint(str(directory), tag=ENGINE_DIRECTORY, save_latest=False)
         if self.ema is not None:
-            self.ema.save(Path(directory), self._tensor_rank, self.mesh.data_rank)
+            self.ema.save(Path(directory), self._tensor_rank, self.rank)
 
     def load(self, directory: str | Path) -> None:
         """What `save` wrote, of all ranks; of another layout, once universal.py has converted it."""

@@ -171,13 +171,24 @@ def listening(rank: int, ranks: int) -> list[str]:
 
 
 def supervised(
-    rank: int, ranks: int, *, target: str, job: Any, train_steps: int, export: str | None = None
+    rank: int,
+    ranks: int,
+    *,
+    target: str,
+    job: Any,
+    train_steps: int,
+    export: str | None = None,
+    evaluate_between: bool = False,
 ) -> dict[str, Any]:
     """A trainer as a stage has it, from the store: evaluation before and after `train_steps`, and its counts."""
     made = named(target)(rank, ranks, job)
     counts = made.load(fresh=True)
     before = made.evaluate()
-    steps = [made.train_step() for _ in range(train_steps)]
+    steps = []
+    for _ in range(train_steps):
+        steps.append(made.train_step())
+        if evaluate_between:
+            made.evaluate()
     after = made.evaluate()
     facts = made.export(export) if export is not None else None
     made.engine.close()
@@ -188,7 +199,7 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     """A trainer's own training checkpoint through the store, and a run without one."""
     import torch.distributed as dist
 
-    from rlhf_core.store.checkpoints import complete, newest_complete
+    from rlhf_core.store.checkpoints import Shards, complete, newest_complete
     from rlhf_core.store.leases import attach
     from rlhf_core.store.store import Store
 
@@ -209,8 +220,8 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     dist.all_gather_object(everyone, own)
     store = Store(job.store_url)
     if rank == 0:
-        files = {name: sha for one in everyone for name, sha in one.items()}
-        complete(store, job.stage, job.key, before, files, {}, attach(store, job.stage, job.key, job.lease))
+        shards = sum(everyone, Shards({}, 0))
+        complete(store, job.stage, job.key, before, shards, {}, attach(store, job.stage, job.key, job.lease))
     dist.barrier()
     first.engine.close()
 

@@ -88,6 +88,35 @@ def test_resume_is_bit_equal(
     assert different == []
 
 
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"tensor_parallel": 2, "zero_stage": 2},
+        {"tensor_parallel": 2, "zero_stage": 3},
+        {"sequence_parallel": 2, "zero_stage": 2},
+        {"sequence_parallel": 2, "zero_stage": 3},
+        {"offload_optimizer": True, "zero_stage": 2},
+        {"zpg": 2, "zero_stage": 3},
+    ],
+)
+def test_resume_of_other_layouts_is_bit_equal(
+    groups: Any, llama_two: str, exchanges: Any, tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    """Weights, and the moving average, which the program keeps as well."""
+    given = {"model": llama_two, "dtype": "bfloat16", "samples": exchanges, "optimizer": ADAM}
+    layout = {"ranks": 2, "micro_batch_size": 2, **trainer}
+    done = groups[2].run("resume", **given, trainer=layout, before=2, after=2, directory=str(tmp_path))
+    for rank in done:
+        assert rank["resumed"] == rank["straight"]
+        assert rank["resumed_digest"] == rank["straight_digest"] == done[0]["straight_digest"]
+    averages = sorted((tmp_path / "straight").rglob("ema-*.safetensors"))
+    assert averages
+    for path in averages:
+        straight, resumed = load_file(path), load_file(tmp_path / "resumed" / path.relative_to(tmp_path / "straight"))
+        assert straight.keys() == resumed.keys()
+        assert all(np.array_equal(array, resumed[name]) for name, array in straight.items())
+
+
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_checkpoint_before_any_step(groups: Any, llama: str, exchanges: Any, tmp_path: Path, zero_stage: int) -> None:
     """PPO saves a policy that has not been trained yet while the critic warms up."""
