@@ -1,12 +1,14 @@
-"""From rewards to advantages. Legend: B trajectories, T response tokens."""
+"""From rewards to advantages. Legend: B trajectories, T response tokens.
+
+Only action tokens count: t + 1 is the next *action* token, and what stands at other positions enters nothing.
+"""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-
-def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k1 = log pi - log pi_ref of the sampled token: unbiased for KL(pi, pi_ref) (Schulman 2020). Any shape."""
-    return logprobs - ref_logprobs
+Normalisation = Literal["none", "mean", "mean_std"]
 
 
 def token_rewards(scores: Tensor, kl: Tensor, action_mask: Tensor, kl_coef: float) -> Tensor:
@@ -26,19 +28,26 @@ def token_rewards(scores: Tensor, kl: Tensor, action_mask: Tensor, kl_coef: floa
 
 
 def gae(
-    rewards: Tensor, values: Tensor, action_mask: Tensor, *, gamma: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor,
+    action_mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over action tokens only (Schulman et al. 2016, eq. 16).
 
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  return_t = A_t + V_t,
-    where t+1 is the next *action* token, and V after the last one is 0. What stands at other positions does not
-    enter, and decay counts action tokens only.
+    where t+1 is the next *action* token. Decay counts action tokens only.
 
-    rewards, values, action_mask: (B, T). Returns advantages and returns, (B, T), 0 where action_mask is 0.
+    rewards, values, action_mask: (B, T). final_values: (B,), V of the state after the last token: 0 where the response
+    ended, the critic's value where it was merely cut off (Pardo et al. 2018, partial-episode bootstrapping); None: 0.
+    Returns advantages and returns, (B, T), 0 where action_mask is 0.
     """
     mask = action_mask.bool()
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(rewards[:, 0]) if final_values is None else final_values.to(rewards.dtype)
     next_advantage = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         here = mask[:, t]
@@ -51,9 +60,28 @@ def gae(
     return advantages, returns
 
 
-def whiten(advantages: Tensor, action_mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Mean 0 and population standard deviation 1 over all action tokens of a rollout; 0 elsewhere."""
+def returns_to_go(rewards: Tensor, action_mask: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G_{t+1} over action tokens (REINFORCE: Williams 1992; Sutton and Barto 2018, eq. 3.9).
+
+    rewards, action_mask: (B, T). Returns (B, T), 0 where action_mask is 0.
+    """
     mask = action_mask.bool()
-    valid = advantages[mask]
-    scaled = (advantages - valid.mean()) * torch.rsqrt(valid.var(unbiased=False).clamp(min=eps))
-    return torch.where(mask, scaled, torch.zeros_like(scaled))
+    returns = torch.zeros_like(rewards)
+    after = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        after = torch.where(mask[:, t], rewards[:, t] + gamma * after, after)
+        returns[:, t] = torch.where(mask[:, t], after, returns[:, t])
+    return returns
+
+
+def normalise(advantages: Tensor, action_mask: Tensor, how: Normalisation, eps: float = 1e-8) -> Tensor:
+    """Over all action tokens of a rollout: mean 0 ("mean"), and population standard deviation 1 ("mean_std").
+
+    advantages, action_mask: (B, T). Returns (B, T), 0 where action_mask is 0. All equal advantages become 0.
+    """
+    mask = action_mask.bool()
+    if how != "none":
+        valid = advantages[mask]
+        scale = torch.rsqrt(valid.var(unbiased=False).clamp(min=eps)) if how == "mean_std" else 1.0
+        advantages = (advantages - valid.mean()) * scale
+    return torch.where(mask, advantages, torch.zeros_like(advantages))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlhf_core.algorithms.advantages import gae, kl_k1, token_rewards, whiten
+from rlhf_core.algorithms.advantages import gae, normalise, token_rewards
+from rlhf_core.algorithms.kl import kl_estimate
 from rlhf_core.config.rl import AlgorithmSettings
 from rlhf_core.data.batches import model_inputs, pad_right
 from rlhf_core.training.objective import Batch
@@ -44,12 +45,12 @@ class Experience:
 def build_experience(scored: Sequence[Scored], rewards: Sequence[float], algorithm: AlgorithmSettings) -> Experience:
     """Advantages and returns of a rollout. Every rank computes them for all trajectories, so none depends on ranks."""
     mask = _padded([s.action_mask for s in scored]).bool()
-    kl = kl_k1(_padded([s.logprobs for s in scored]), _padded([s.ref_logprobs for s in scored]))
+    kl = kl_estimate(_padded([s.logprobs for s in scored]), _padded([s.ref_logprobs for s in scored]), "k1")
     values = _padded([s.values for s in scored])
     per_token = token_rewards(torch.tensor(rewards, dtype=torch.float32), kl, mask, algorithm.kl_coef)
     advantages, returns = gae(per_token, values, mask, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
     if algorithm.whiten_advantages:
-        advantages = whiten(advantages, mask)
+        advantages = normalise(advantages, mask, "mean_std")
     return Experience(scored, advantages, returns)
 
 

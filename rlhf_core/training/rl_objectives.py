@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.masked import masked_sum, select
-from rlhf_core.algorithms.ppo import policy_loss, value_loss
+from rlhf_core.algorithms.policy_loss import clip_loss, token_ratio
+from rlhf_core.algorithms.value_loss import value_loss
 from rlhf_core.config.rl import AlgorithmSettings
 from rlhf_core.training.objective import Batch, LossParts, Term
 
@@ -29,9 +30,8 @@ class PolicyObjective:
         mask = batch["action_mask"]
         # Selected before anything is computed: what stands at other positions must not reach the gradient.
         logprobs, old = select(outputs, mask), select(batch["old_logprobs"], mask)
-        losses, clipped = policy_loss(
-            logprobs,
-            old,
+        losses, clipped = clip_loss(
+            token_ratio(logprobs, old),
             batch["advantages"],
             clip_low=self.algorithm.clip_low,
             clip_high=self.algorithm.clip_high,
