@@ -259,16 +259,10 @@ LEFT_OUT = {
 }
 # What is always so here, or follows from something else than a setting; the page says which.
 WITHOUT_SETTING = {
-    "ckpt.disable_ds",
-    "disable_ds_ckpt",
-    "ckpt.max_mem",
-    "max_ckpt_mem",
     "ckpt.load_enable",
     "load_checkpoint",
     "ds.use_universal_ckpt",
     "use_ds_universal_ckpt",
-    "train.full_determinism_enable",
-    "full_determinism",
     "data.dataloader_num_workers",
     "muon.ns_steps",
     "muon.nesterov",

@@ -76,6 +76,11 @@ class SupervisedSettings(Settings):
             raise ValueError("give exactly one of `epochs` and `max_steps`")
         if self.best_metric is not None and self.best_metric not in self.metrics:
             raise ValueError(f"best_metric {self.best_metric!r} is none of {', '.join(self.metrics)}")
+        if self.best_metric is not None and self.trainer.save_steps is None:
+            raise ValueError(
+                f"best_metric {self.best_metric} keeps the best weights in a training checkpoint, and "
+                f"trainer.save_steps is null; give it a number, or leave best_metric out"
+            )
         scratch = self.model.scratch if self.model is not None else None
         if scratch is not None and self.max_len > scratch.max_position:
             raise ValueError(

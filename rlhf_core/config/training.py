@@ -85,7 +85,7 @@ class OptimizerSettings(Settings):
         default=0.2, gt=0, le=1, description="Share of the steps, the last ones, over which wsd falls."
     )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="Floor of the decay, as a share of lr.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm is clipped to this (AdamW).")
 
     @model_validator(mode="after")
     def _phases(self) -> "OptimizerSettings":
@@ -102,7 +102,7 @@ class TrainerSettings(Settings):
 
     ranks: Annotated[int, Neutral] = Field(default=1, gt=0, description="Data-parallel ranks, one accelerator each.")
     zero_stage: Annotated[Literal[0, 1, 2, 3], Neutral] = Field(
-        default=2, description="DeepSpeed ZeRO stage; bfloat16 trains with 1 where 0 is given."
+        default=2, description="DeepSpeed ZeRO stage; for 0, bfloat16 and ranks that share samples train with 1."
     )
     offload_optimizer: Annotated[bool, Neutral] = Field(default=False, description="Optimizer states in host memory.")
     micro_batch_size: Annotated[int, Neutral] = Field(
@@ -136,18 +136,32 @@ class TrainerSettings(Settings):
     )
     liger: Annotated[bool, Neutral] = Field(default=False, description="Liger kernels (CUDA).")
     deepcompile: Annotated[bool, Neutral] = Field(default=False, description="DeepSpeed DeepCompile (CUDA).")
+    deterministic: Annotated[bool, Neutral] = Field(
+        default=False, description="Kernels that give the same bits each time; slower, and some operations have none."
+    )
     save_hf: Annotated[bool, Neutral] = Field(
         default=False, description="A Hugging Face export with each training checkpoint."
     )
-    save_steps: Annotated[int, Neutral] = Field(default=50, gt=0, description="Steps between training checkpoints.")
+    save_steps: Annotated[int | None, Neutral] = Field(
+        default=50, gt=0, description="Steps between training checkpoints; null: none are made, and none to go on from."
+    )
     keep_checkpoints: Annotated[int, Neutral] = Field(
         default=2, gt=0, description="Complete training checkpoints kept."
+    )
+    keep_checkpoints_gib: Annotated[float | None, Neutral] = Field(
+        default=None,
+        gt=0,
+        description="Older ones of them go while all are larger together, in GiB; never the newest and the best.",
     )
     step_timeout_s: Annotated[float, Neutral] = Field(
         default=600.0,
         gt=0,
         description="A step that takes longer than this is a hung rank: the stage fails and says which.",
     )
+
+    def saves_at(self, step: int, total: int) -> bool:
+        """Whether a training checkpoint is made after step `step` of `total`."""
+        return self.save_steps is not None and (step == total or step % self.save_steps == 0)
 
 
 def check_batch(batch_size: int, ranks: int, name: str = "batch_size") -> None:

@@ -23,7 +23,8 @@ _STEP_NAME = re.compile(r"step-(\d{6,})")
 class Checkpoint:
     """`path` is store-relative; `files`: path relative to it, to SHA-256; `extra`: what `complete` was given.
 
-    `metric`: the value, by which checkpoints are compared, that an evaluation of exactly these weights gave.
+    `metric`: the value, by which checkpoints are compared, that an evaluation of exactly these weights gave. `size`:
+    of all files together, bytes.
     """
 
     step: int
@@ -31,6 +32,18 @@ class Checkpoint:
     files: dict[str, str]
     extra: dict[str, Any]
     metric: float | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Files of one rank or of several: path relative to the step's directory, to SHA-256; and their size, bytes."""
+
+    files: dict[str, str]
+    size: int
+
+    def __add__(self, other: "Shards") -> "Shards":
+        return Shards(self.files | other.files, self.size + other.size)
 
 
 def _training_path(stage: str, key: str) -> str:
@@ -43,8 +56,8 @@ def _step_path(stage: str, key: str, step: int) -> str:
 
 def upload_shards(
     store: Store, stage: str, key: str, step: int, local_dir: str | Path, lease: Lease | None = None
-) -> dict[str, str]:
-    """Uploads one rank's files. Returns path relative to the step's directory, to SHA-256, for `complete`.
+) -> Shards:
+    """Uploads one rank's files. Returns what `complete` wants to know of them.
 
     Names must differ between ranks. A COMPLETE of the same step, which another lease's holder may have left, goes
     first: from here on the directory is a mixture. Raises LeaseLost, before touching anything, when `lease` is given
@@ -54,7 +67,8 @@ def upload_shards(
         lease.check()
     path = _step_path(stage, key, step)
     store.delete_file(f"{path}/{_COMPLETE}")
-    return store.upload_dir(local_dir, path)
+    files = store.upload_dir(local_dir, path)
+    return Shards(files, sum((Path(local_dir) / name).stat().st_size for name in files))
 
 
 def complete(
@@ -62,24 +76,22 @@ def complete(
     stage: str,
     key: str,
     step: int,
-    files: dict[str, str],
+    shards: Shards,
     extra: dict[str, Any],
     lease: Lease | None,
     metric: float | None = None,
 ) -> None:
-    """Marks the step whole. Rank 0 calls it, after every rank's `upload_shards` returned, with all their files in one
-    dict.
+    """Marks the step whole. Rank 0 calls it, after every rank's `upload_shards` returned, with the sum of them.
 
     `extra`: JSON to be found again in `Checkpoint.extra`; `metric` is finite. Raises LeaseLost when `lease` is not in
     force any more.
     """
-    if not files:
+    if not shards.files:
         raise StoreError(
             f"checkpoint {_step_path(stage, key, step)} without files; upload the shards of every rank first"
         )
-    data = json.dumps(
-        {"step": step, "files": files, "extra": extra, "metric": metric}, indent=2, sort_keys=True, allow_nan=False
-    ).encode()
+    content = {"step": step, "files": shards.files, "size": shards.size, "extra": extra, "metric": metric}
+    data = json.dumps(content, indent=2, sort_keys=True, allow_nan=False).encode()
     if lease is not None:
         lease.check()
     store.write_bytes(f"{_step_path(stage, key, step)}/{_COMPLETE}", data)
@@ -95,8 +107,14 @@ def _read_complete(store: Store, stage: str, key: str, step: int) -> Checkpoint 
     path = _step_path(stage, key, step)
     try:
         content = json.loads(store.read_bytes(f"{path}/{_COMPLETE}"))
-        metric = content.get("metric")
-        checkpoint = Checkpoint(int(content["step"]), path, dict(content["files"]), dict(content["extra"]), metric)
+        checkpoint = Checkpoint(
+            step=int(content["step"]),
+            path=path,
+            files=dict(content["files"]),
+            extra=dict(content["extra"]),
+            metric=content.get("metric"),
+            size=int(content.get("size", 0)),
+        )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return checkpoint if checkpoint.step == step else None
@@ -135,9 +153,12 @@ def download(store: Store, checkpoint: Checkpoint, dest: str | Path) -> Path:
     return store.download_verified(checkpoint.path, checkpoint.files, dest)
 
 
-def rotate(store: Store, stage: str, key: str, keep: int, better: Better = "lower") -> list[str]:
-    """Deletes all but the newest `keep` whole checkpoints and the one with the best metric; and what is not whole and
-    older than the newest whole one.
+def rotate(
+    store: Store, stage: str, key: str, keep: int, better: Better = "lower", max_size: int | None = None
+) -> list[str]:
+    """Deletes all but the newest `keep` whole checkpoints and the one with the best metric; of those, the oldest while
+    all are larger than `max_size` bytes together, but never the newest and the best; and what is not whole and older
+    than the newest whole one.
 
     Without a whole checkpoint nothing is deleted. The marker goes first, so that a kill half-way leaves none that
     only looks whole. Returns the names of the deleted directories.
@@ -147,8 +168,7 @@ def rotate(store: Store, stage: str, key: str, keep: int, better: Better = "lowe
     whole = _whole(store, stage, key)
     if not whole:
         return []
-    best = _best(whole, better)
-    kept = {checkpoint.step for checkpoint in [*whole[:keep], *([best] if best else [])]}
+    kept = {checkpoint.step for checkpoint in _kept(whole, keep, better, max_size)}
     deleted: list[str] = []
     for step in _steps(store, stage, key):
         if step > whole[0].step or step in kept:
@@ -158,3 +178,16 @@ def rotate(store: Store, stage: str, key: str, keep: int, better: Better = "lowe
         store.delete_dir(path)
         deleted.append(f"step-{step:06d}")
     return deleted
+
+
+def _kept(whole: list[Checkpoint], keep: int, better: Better, max_size: int | None) -> list[Checkpoint]:
+    """What `rotate` leaves of the whole checkpoints, which come newest first."""
+    best = _best(whole, better)
+    always = {whole[0].step, *([best.step] if best else [])}
+    kept = [checkpoint for n, checkpoint in enumerate(whole) if n < keep or checkpoint.step in always]
+    for oldest in reversed(kept):
+        if max_size is None or sum(checkpoint.size for checkpoint in kept) <= max_size:
+            break
+        if oldest.step not in always:
+            kept = [checkpoint for checkpoint in kept if checkpoint is not oldest]
+    return kept

@@ -58,6 +58,18 @@ def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = N
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
+def make_deterministic() -> None:
+    """From here on only kernels that give the same bits each time; an operation without one raises RuntimeError.
+
+    To be called before the first use of CUDA, which reads the variables then.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it on
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
 def save_rng(directory: Path, rank: int) -> None:
     """torch's generator states of this rank; all other randomness is derived from seeds and positions."""
     states = {"cpu": torch.get_rng_state(), "device": accelerator().get_rng_state()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.training import TrainerSettings
-from rlhf_core.store.checkpoints import Better, Checkpoint, complete, download, newest_complete, rotate
+from rlhf_core.store.checkpoints import Better, Checkpoint, Shards, complete, download, newest_complete, rotate
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
@@ -137,11 +137,11 @@ def finish_checkpoint(
 
     metric: what an evaluation at exactly this step gave; the checkpoint with the best one stays.
     """
-    files: dict[str, str] = {}
-    for shard in group.call("save_checkpoint", step, timeout_s=timeout_s):
-        files |= shard
+    shards = sum(group.call("save_checkpoint", step, timeout_s=timeout_s), Shards({}, 0))
     about = {"layout": asdict(ShardLayout.of(job.settings))}
     curves = {"history": history.records, "samples": history.samples}
     finite = metric if metric is not None and math.isfinite(metric) else None
-    complete(store, job.stage, job.key, step, files, {**about, **curves, **(extra or {})}, lease, finite)
-    rotate(store, job.stage, job.key, trainer.keep_checkpoints, better)
+    complete(store, job.stage, job.key, step, shards, {**about, **curves, **(extra or {})}, lease, finite)
+    gib = trainer.keep_checkpoints_gib
+    max_size = None if gib is None else int(gib * 2**30)
+    rotate(store, job.stage, job.key, trainer.keep_checkpoints, better, max_size)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.training import ModelSource, TrainerSettings
 from rlhf_core.store.artifacts import fetch
-from rlhf_core.store.checkpoints import Checkpoint, download, upload_shards
+from rlhf_core.store.checkpoints import Checkpoint, Shards, download, upload_shards
 from rlhf_core.store.leases import attach
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
@@ -70,10 +70,12 @@ class TrainerRank(ABC):
     def join(self, host: str, port: int) -> None:
         from rlhf_core.training import process
 
+        if self.job.settings.trainer.deterministic:
+            process.make_deterministic()
         process.join(self.rank, self.ranks, host, port, self._rendezvous)
 
-    def save_checkpoint(self, step: int) -> dict[str, str]:
-        """Writes this rank's shards to node-local scratch and uploads them. Returns path -> SHA-256 of its files."""
+    def save_checkpoint(self, step: int) -> Shards:
+        """Writes this rank's shards to node-local scratch and uploads them."""
         from rlhf_core.training import process
 
         store = Store(self.job.store_url)

@@ -68,7 +68,7 @@ class PpoRun:
             if last or (settings.eval_steps and step % settings.eval_steps == 0):
                 self._evaluate(step)
             events.progress(step, settings.steps, "training")
-            if last or step % settings.trainer.save_steps == 0:
+            if settings.trainer.saves_at(step, settings.steps):
                 self._checkpoint(step)
         return self._measured()
 

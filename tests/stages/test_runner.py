@@ -13,7 +13,7 @@ from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.data.errors import TokenError
 from rlhf_core.models.scratch import write_scratch_model
 from rlhf_core.store.artifacts import fetch, publish, read_manifest
-from rlhf_core.store.checkpoints import complete
+from rlhf_core.store.checkpoints import Shards, complete
 from rlhf_core.store.keys import stage_key
 from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
@@ -230,7 +230,7 @@ def test_ppo_refuses_what_does_not_fit_before_an_engine_starts(spec_of, ppo_inpu
 def test_ppo_refuses_a_training_checkpoint_of_another_layout_before_an_engine_starts(spec_of, ppo_inputs, tmp_path):
     path, planned = spec_of("ppo", ["ppo.sampler.max_model_len=32", *FITTING], inputs=ppo_inputs)
     extra = {"layout": {"ranks": 4, "zero_stage": 3, "tensor_parallel": 1, "optimizer": "adamw"}}
-    complete(Store(f"{tmp_path}/store"), "ppo", planned.key.key, 20, {"model": "0" * 64}, extra, lease=None)
+    complete(Store(f"{tmp_path}/store"), "ppo", planned.key.key, 20, Shards({"model": "0" * 64}, 1), extra, lease=None)
     fails(run(path, "stages.ppo"), "was written with trainer.ranks 4, ZeRO stage 3")
 
 

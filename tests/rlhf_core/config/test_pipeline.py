@@ -5,6 +5,7 @@ import pytest
 
 from rlhf_core.config.base import SettingsError, key_settings
 from rlhf_core.config.pipeline import SECTION_DATA, apply_overrides, load_pipeline
+from rlhf_core.config.training import TrainerSettings
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,13 @@ def test_overrides_leave_their_source_alone():
         ),
         ("ppo.rollout.max_new_tokens=4000", "do not fit sampler.max_model_len"),
         ("sft.epochs=1", "sft: give exactly one of `epochs` and `max_steps`"),
+        (
+            "sft={model: {path: m}, optimizer: {lr: 1}, batch_size: 1, max_len: 8, epochs: 1, best_metric: loss, "
+            "trainer: {save_steps: null}}",
+            "sft: best_metric loss keeps the best weights in a training checkpoint, and trainer.save_steps is null",
+        ),
+        ("sft.model.hub=org/name", "sft.model: give exactly one of `path`, `hub` and `scratch`"),
+        ("sft.model={path: m, revision: main}", "sft.model: `revision` belongs to `hub`"),
         ("data.sft.path=x.jsonl", "data.sft: give exactly one of `path`, `hub` and `arithmetic`"),
         ("ppo.reward={rm: 0, exact: 0}", "every weight is 0, so nothing would be rewarded"),
         ("ppo.critic.warmup_steps=120", "critic.warmup_steps 120 leave none of 120 steps to train the policy"),
@@ -70,6 +78,12 @@ def test_bad_settings_are_one_line_that_says_what_to_do(demo, override, message)
         load_pipeline(demo, [*given, "ppo.batch_size=64", "ppo.steps=120", override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("save_steps", "saved"), [(3, [3, 6, 7]), (7, [7]), (None, [])])
+def test_training_checkpoints_are_made_as_often_as_told_and_after_the_last_step(save_steps, saved):
+    trainer = TrainerSettings(save_steps=save_steps)
+    assert [step for step in range(1, 8) if trainer.saves_at(step, 7)] == saved
 
 
 STAGE = "optimizer: {lr: 1e-3}, batch_size: 8, max_len: 48, max_steps: 2"

@@ -23,11 +23,9 @@ def save(
     store: Store, tmp_path: Path, step: int, text: str | None = None, metric: float | None = None
 ) -> dict[str, str]:
     text = text or f"step {step}"
-    files: dict[str, str] = {}
-    for rank in range(2):
-        files |= checkpoints.upload_shards(store, "sft", KEY, step, shards(tmp_path, rank, text))
-    checkpoints.complete(store, "sft", KEY, step, files, {"epoch": 1}, None, metric)
-    return files
+    both = [checkpoints.upload_shards(store, "sft", KEY, step, shards(tmp_path, rank, text)) for rank in range(2)]
+    checkpoints.complete(store, "sft", KEY, step, both[0] + both[1], {"epoch": 1}, None, metric)
+    return both[0].files | both[1].files
 
 
 def test_a_whole_checkpoint_comes_back(store: Store, tmp_path: Path) -> None:
@@ -36,9 +34,9 @@ def test_a_whole_checkpoint_comes_back(store: Store, tmp_path: Path) -> None:
     assert files == {f"rank{rank}.pt": hashlib.sha256(b"step 40").hexdigest() for rank in range(2)}
     assert store.list_names(f"{TOP}/step-000040") == ["COMPLETE", "rank0.pt", "rank1.pt"]
     marker = json.loads(store.read_bytes(f"{TOP}/step-000040/COMPLETE"))
-    assert marker == {"step": 40, "files": files, "extra": {"epoch": 1}, "metric": None}
+    assert marker == {"step": 40, "files": files, "size": 2 * len("step 40"), "extra": {"epoch": 1}, "metric": None}
     found, skipped = checkpoints.newest_complete(store, "sft", KEY)
-    assert found == checkpoints.Checkpoint(40, f"{TOP}/step-000040", files, {"epoch": 1})
+    assert found == checkpoints.Checkpoint(40, f"{TOP}/step-000040", files, {"epoch": 1}, size=14)
     assert skipped == []
     there = checkpoints.download(store, found, tmp_path / "back")
     assert sorted(path.name for path in there.iterdir()) == ["rank0.pt", "rank1.pt"]
@@ -104,7 +102,7 @@ def test_who_lost_the_lease_neither_uploads_nor_completes(store: Store, tmp_path
 
 def test_a_checkpoint_without_files_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match="without files"):
-        checkpoints.complete(store, "sft", KEY, 40, {}, {}, None)
+        checkpoints.complete(store, "sft", KEY, 40, checkpoints.Shards({}, 0), {}, None)
 
 
 def test_rotation_keeps_the_newest_whole_ones(store: Store, tmp_path: Path) -> None:
@@ -136,6 +134,26 @@ def test_rotation_keeps_the_best_one_as_well(store: Store, tmp_path: Path) -> No
     save(store, tmp_path, 60, metric=1.0)  # equal to the best: the earlier stays
     assert checkpoints.rotate(store, "sft", KEY, keep=1, better="lower") == ["step-000050", "step-000040"]
     assert step_of(checkpoints.best_complete(store, "sft", KEY, "lower")) == 20
+
+
+@pytest.mark.parametrize(
+    ("max_size", "left"),
+    [
+        # Step n is of 2n bytes. The newest is 50, the best 20.
+        (None, [20, 30, 40, 50]),
+        (280, [20, 30, 40, 50]),
+        (279, [20, 40, 50]),
+        (219, [20, 50]),
+        (1, [20, 50]),
+    ],
+)
+def test_rotation_keeps_no_more_bytes_than_told_but_for_the_newest_and_the_best(
+    store: Store, tmp_path: Path, max_size: int | None, left: list[int]
+) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(store, tmp_path, step, "x" * step, metric=abs(step - 20.0))
+    checkpoints.rotate(store, "sft", KEY, keep=3, max_size=max_size)
+    assert store.list_names(TOP) == [f"step-{step:06d}" for step in left]
 
 
 def test_a_failed_save_deletes_nothing(store: Store, tmp_path: Path) -> None:

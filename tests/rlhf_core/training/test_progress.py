@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.config.pipeline import TrackingSettings
 from rlhf_core.config.supervised import RmSettings
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
-from rlhf_core.store.checkpoints import Checkpoint, complete, download, newest_complete
+from rlhf_core.store.checkpoints import Checkpoint, Shards, complete, download, newest_complete
 from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.events import EventLog
@@ -73,7 +73,7 @@ def test_checkpoint_of_another_layout_is_refused_from_the_store_alone(tmp_path: 
     store = Store(str(tmp_path))
     check_resumable(store, "rm", KEY, settings_of(ranks=2))  # nothing to go on from
     extra = {"layout": asdict(ShardLayout.of(settings_of(ranks=4, zero_stage=3)))}
-    complete(store, "rm", KEY, 40, {"x": "0" * 64}, extra, None)
+    complete(store, "rm", KEY, 40, Shards({"x": "0" * 64}, 1), extra, None)
     check_resumable(store, "rm", KEY, settings_of(ranks=2, zero_stage=3))
     with pytest.raises(ResumeError) as caught:
         check_resumable(store, "rm", KEY, settings_of(ranks=2))
@@ -108,9 +108,9 @@ class Calls:
     def evaluate(self) -> dict[str, float]:
         return {"loss": self._losses[self._step - 1]}
 
-    def save_checkpoint(self, step: int) -> dict[str, str]:
+    def save_checkpoint(self, step: int) -> Shards:
         self._store.write_bytes(f"training/rm/{KEY}/step-{step:06d}/shard", b"x")
-        return {"shard": sha256(b"x").hexdigest()}
+        return Shards({"shard": sha256(b"x").hexdigest()}, 2**30)
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._step = checkpoint.step
@@ -151,6 +151,22 @@ def test_loop_keeps_as_many_checkpoints_as_told_and_waits_as_long_as_told(tmp_pa
     }
 
 
+def test_checkpoints_go_by_their_size_as_well(tmp_path: Path) -> None:
+    """Each says that it is of 1 GiB."""
+    store = Store(str(tmp_path / "store"))
+    trainer = TrainerSettings(save_steps=1, keep_checkpoints=4, keep_checkpoints_gib=2.5)
+    run(tmp_path, Calls(store), store, trainer=trainer)
+    assert steps_in(store) == ["step-000004", "step-000005"]
+
+
+def test_without_save_steps_there_is_no_training_checkpoint(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    group = Calls(store)
+    done = run(tmp_path, group, store, trainer=TrainerSettings(save_steps=None))
+    assert done == {"total_steps": 5, "exported_step": 5, "eval/loss": 1.0}
+    assert steps_in(store) == []
+
+
 def test_loop_ends_with_the_best_weights(tmp_path: Path) -> None:
     """Evaluations 3, 1, 2, 4, 5: step 2 stays although one checkpoint is kept, and is what the ranks end with."""
     store = Store(str(tmp_path / "store"))
@@ -169,9 +185,9 @@ def test_checkpoint_of_other_ranks_is_restored_from_a_converted_copy(tmp_path: P
     """The ranks get the copy, whole and verified; afterwards the store has the checkpoint alone."""
     store = Store(str(tmp_path / "store"))
     written = settings_of(ranks=2)
-    files = {"shard": sha256(b"x").hexdigest()}
+    shards = Shards({"shard": sha256(b"x").hexdigest()}, 1)
     store.write_bytes(f"training/rm/{KEY}/step-000040/shard", b"x")
-    complete(store, "rm", KEY, 40, files, {"layout": asdict(ShardLayout.of(written))}, None)
+    complete(store, "rm", KEY, 40, shards, {"layout": asdict(ShardLayout.of(written))}, None)
     checkpoint, _ = newest_complete(store, "rm", KEY)
     assert checkpoint is not None
     monkeypatch.setattr(progress, "convert_all", lambda directory: (directory / "shard").write_bytes(b"converted"))
