@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Neutral, Settings
+from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.config.sampler import SamplerSettings
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings, check_batch
 
@@ -23,29 +24,6 @@ class RolloutSettings(Settings):
     @property
     def trajectories(self) -> int:
         return self.prompts * self.samples_per_prompt
-
-
-class RewardSettings(Settings):
-    """Weighted sum of rewards, given at the last token. Only `exact` is measured at weight 0 too."""
-
-    rm: float = Field(
-        default=0.0, description="Weight of the reward model's score, normalised by its held-out mean and std."
-    )
-    prm: float = Field(
-        default=0.0, description="Weight of the process reward model's verdict on the steps, a probability."
-    )
-    prm_aggregate: Literal["min", "mean", "last", "product"] = Field(
-        default="min", description="How the probabilities that the steps are right become one."
-    )
-    exact: float = Field(
-        default=0.0, description="Weight of the exact verifier: 1 if the answer equals the label, else 0."
-    )
-
-    @model_validator(mode="after")
-    def _some_reward(self) -> "RewardSettings":
-        if not (self.rm or self.prm or self.exact):
-            raise ValueError("every weight is 0, so nothing would be rewarded; give rm, prm or exact a weight")
-        return self
 
 
 class AlgorithmSettings(Settings):

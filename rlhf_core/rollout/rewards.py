@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.config.rl import RewardSettings
+from rlhf_core.config.rewards import RewardSettings
 
 
 @dataclass(frozen=True)
 class RewardMix:
     """The sum over sources of weight * value; the reward model's value is (score - mean) / std, over held-out scores.
 
-    Sources: "rm" (raw score), "prm" (verdict on a response's steps), "exact"; those that a run measures.
+    Sources: "rm" (raw score), "prm" (verdict on a response's steps), and those of `RewardSources`.
     """
 
     settings: RewardSettings
@@ -25,8 +25,8 @@ class RewardMix:
         }
 
     def total(self, sources: Mapping[str, float]) -> float:
-        weights = {"rm": self.settings.rm, "prm": self.settings.prm, "exact": self.settings.exact}
-        return sum(weights[name] * value for name, value in self.values(sources).items())
+        weights = self.settings.weights
+        return sum(weights.get(name, 0.0) * value for name, value in self.values(sources).items())
 
     def totals(self, sources: Sequence[Mapping[str, float]]) -> list[float]:
         return [self.total(one) for one in sources]
