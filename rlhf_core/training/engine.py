@@ -138,7 +138,7 @@ class TrainEngine:
         Raises ValueError on every rank when the loss, the gradient's norm or a metric is not finite.
         """
         self.engine.train()
-        batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
+        batches = [self._moved(batch) for batch in micro_batches]
         totals = self._denominators(batches, objective)
         lr = self.engine.get_lr()[self._adamw]  # before the step, which moves the schedule on
         sums: dict[str, float] = {}
@@ -174,10 +174,10 @@ class TrainEngine:
 
         Ranks may hold different numbers of rows, but must make the same number of micro-batches.
         """
-        batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in micro_batches]
-        totals = self._denominators(batches, objective)
+        totals = self._denominators(micro_batches, objective)
         sums: dict[str, float] = {}
-        for batch in batches:
+        for micro_batch in micro_batches:  # one at a time on the accelerator: held-out sets may be large
+            batch = self._moved(micro_batch)
             outputs = self.infer(**objective.forward_inputs(batch))
             parts = objective.loss(batch, outputs)
             loss = _weighted(parts, totals)
@@ -191,6 +191,9 @@ class TrainEngine:
         self.engine.eval()
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         return self._forward(**moved)
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {name: value.to(self.device) for name, value in batch.items()}
 
     def _forward(self, **inputs: Any) -> Any:
         return self.engine(**inputs) if self._shards is None else self._shards(self.engine, **inputs)
