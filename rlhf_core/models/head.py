@@ -30,29 +30,40 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(f(h W^T + b))[label] in float32, for some positions at a time, in both directions.
+    """log softmax(f(h W^T + b))[label] in float32, for some positions at a time, in both directions; with `entropy`
+    also that of the distribution: (log-probs (N,), entropies (N,)).
 
-    Saved for the backward are the inputs and the log-normaliser (N,); logits are computed again.
+    Saved for the backward are the inputs, the log-normaliser (N,) and the entropies; logits are computed again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, form: LogitTransform
-    ) -> Tensor:
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        form: LogitTransform,
+        entropy: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         rows = _rows(weight_VH)
-        lse, taken = [], []
+        lse, taken, entropies = [], [], []
         for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
             logits = _transformed(functional.linear(hidden, weight_VH, bias_V), form)
             lse.append(torch.logsumexp(logits, dim=-1))
             taken.append(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+            if entropy:  # - sum p log p, with log p = logit - lse
+                entropies.append(lse[-1] - (torch.softmax(logits, dim=-1) * logits).sum(-1))
         lse_N = torch.cat(lse)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, lse_N)
+        entropy_N = torch.cat(entropies) if entropy else None
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, lse_N, entropy_N)
         ctx.form = form
-        return torch.cat(taken) - lse_N
+        logprobs_N = torch.cat(taken) - lse_N
+        return logprobs_N if entropy_N is None else (logprobs_N, entropy_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, labels_N, lse_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, labels_N, lse_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=_sum_dtype(weight_VH)) if wants_weight else None
@@ -62,7 +73,12 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + rows)
             hidden = hidden_NH[part]
             logits = _transformed(functional.linear(hidden, weight_VH, bias_V), ctx.form)
-            delta = _grad_logits(logits, lse_N[part], labels_N[part], grads[0][part], ctx.form).to(hidden.dtype)
+            further = None
+            if entropy_N is not None:
+                further = _grad_entropy(logits, lse_N[part], entropy_N[part], grads[1][part])
+            delta = _grad_logits(logits, lse_N[part], labels_N[part], grads[0][part], ctx.form, further).to(
+                hidden.dtype
+            )
             if grad_hidden is not None:
                 grad_hidden[part] = delta @ weight_VH
             if grad_weight is not None:
@@ -73,6 +89,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
             None,
             None,
         )
@@ -90,12 +107,23 @@ def _transformed(logits: Tensor, form: LogitTransform) -> Tensor:
     return logits if form.scale == 1.0 else logits * form.scale
 
 
-def _grad_logits(logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor, form: LogitTransform) -> Tensor:
-    """The gradient of the head's output before its transform: grad * (onehot - softmax) * f'. Changes `logits`."""
+def _grad_entropy(logits: Tensor, lse: Tensor, entropy: Tensor, grad: Tensor) -> Tensor:
+    """grad * dH / dlogits = - grad * p (log p + H)."""
+    logp = logits - lse.unsqueeze(-1)
+    return (logp + entropy.unsqueeze(-1)).mul_(logp.exp_()).mul_(-grad.unsqueeze(-1))
+
+
+def _grad_logits(
+    logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor, form: LogitTransform, further: Tensor | None
+) -> Tensor:
+    """The gradient of the head's output before its transform: (grad * (onehot - softmax) + further) * f'. Changes
+    `logits`."""
     slope = form.scale if form.cap is None else form.scale * (1 - (logits / form.cap) ** 2)
     delta = logits.sub_(lse.unsqueeze(-1)).exp_().neg_()
     delta.scatter_add_(-1, labels.unsqueeze(-1), torch.ones_like(delta[:, :1]))
     delta.mul_(grad.unsqueeze(-1))
+    if further is not None:
+        delta.add_(further)
     return delta if form == LogitTransform() else delta.mul_(slope)
 
 
@@ -132,9 +160,11 @@ class TokenHead(nn.Linear):
         labels: Tensor | None = None,
         tokens: tuple[int, ...] | None = None,
         temperature: float = 1.0,
+        entropy: bool = False,
     ) -> Tensor:
-        """input: (..., H). With labels (...) long: their log-probs (...) float32 at the temperature. With K tokens:
-        their logits (..., K) float32, as the model transforms them. With neither: the head's output (..., V)."""
+        """input: (..., H). With labels (...) long: their log-probs (...) float32 at the temperature; with `entropy`
+        (2, ...), those and the entropies of the distributions. With K tokens: their logits (..., K) float32, as the
+        model transforms them. With neither: the head's output (..., V)."""
         if tokens is not None:
             bias = None if self.bias is None else self.bias[list(tokens)]
             return _transformed(functional.linear(input, self.weight[list(tokens)], bias), self.transform)
@@ -142,5 +172,5 @@ class TokenHead(nn.Linear):
             return super().forward(input)
         cap = self.transform.cap
         form = LogitTransform(self.transform.scale / temperature, None if cap is None else cap / temperature)
-        flat = _TokenLogprobs.apply(input.flatten(0, -2), self.weight, self.bias, labels.flatten(), form)
-        return flat.view(labels.shape)
+        flat = _TokenLogprobs.apply(input.flatten(0, -2), self.weight, self.bias, labels.flatten(), form, entropy)
+        return torch.stack(flat).view(2, *labels.shape) if entropy else flat.view(labels.shape)

@@ -40,6 +40,7 @@ class Policy(CausalModel):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         aux_mask: Tensor | None = None,
+        entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probs (R, L) float32: entry t is that of token t given the tokens before it in its sample.
 
@@ -51,14 +52,16 @@ class Policy(CausalModel):
                 moved to the tokens' own places. For rows whose next token lies on another rank.
             aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
                 (log-probs, loss).
+            entropy: log-probs become (2, R, L), the second being the entropy of the distribution that token t was
+                drawn from.
         """
         hidden, aux = hidden_states(
             self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
         )
         if labels is not None:
-            logprobs = self.head(hidden, labels=labels, temperature=temperature)
+            logprobs = self.head(hidden, labels=labels, temperature=temperature, entropy=entropy)
         else:
-            following = self.head(hidden[:, :-1], labels=input_ids[:, 1:], temperature=temperature)
+            following = self.head(hidden[:, :-1], labels=input_ids[:, 1:], temperature=temperature, entropy=entropy)
             logprobs = functional.pad(following, (1, 0))
             if position_ids is not None:
                 logprobs = torch.where(position_ids == 0, 0.0, logprobs)

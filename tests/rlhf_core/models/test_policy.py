@@ -75,6 +75,32 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_logits(model_type: s
             torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-4 * float(grads[name].abs().max()))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite"])
+def test_entropy_and_its_gradient_are_those_of_the_models_own_logits(
+    model_type: str, rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 64 * rows)
+    model, ids = causal(model_type), torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    logp = functional.log_softmax(model(input_ids=ids, use_cache=False).logits.float()[:, :-1] / 0.7, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    taken = logp.gather(-1, ids[:, 1:, None])[..., 0]
+    weights = torch.rand((2, *taken.shape), generator=torch.Generator().manual_seed(2))
+    (torch.stack([taken, entropy]) * weights).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    policy = Policy(model)
+    both = policy(ids, temperature=0.7, entropy=True)
+    assert both.shape == (2, 2, 9)
+    torch.testing.assert_close(both[1, :, 1:], entropy, rtol=1e-4, atol=2e-5)
+    assert torch.equal(both[0], policy(ids, temperature=0.7))
+    (both[:, :, 1:] * weights).sum().backward()
+    for name, p in model.named_parameters():
+        if name in grads:
+            torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-4 * float(grads[name].abs().max()))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe"])
 def test_packed_samples_do_not_see_one_another(model_type: str):
     model = causal(model_type)
