@@ -9,7 +9,8 @@ Torch and DeepSpeed are imported inside the functions alone: this file is loaded
 from collections.abc import Sequence
 from typing import Any
 
-from engine_programs import GRADIENT_LR, PAD
+from engine_parts import PAD
+from engine_programs import GRADIENT_LR
 from lora_programs import LORA, SEED, VERDICTS
 
 PLACEHOLDER = 20
@@ -76,7 +77,7 @@ def trained_parameters(engine: Any) -> dict[str, Any]:
 def build(kind: str, model: str, *, lora: bool, zero_stage: int) -> Any:
     """The module that is trained."""
     import torch
-    from engine_programs import module_of
+    from engine_parts import module_of
 
     from rlhf_core.models.process_scorer import StepTokens, load_process_scorer
 

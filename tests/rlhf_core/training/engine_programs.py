@@ -1,12 +1,20 @@
 """Programs on the engine that ranks.py runs in trainer ranks. Torch and DeepSpeed are imported inside them alone."""
 
-import hashlib
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAD = 0
+from engine_parts import (
+    PAD,
+    averages_of,
+    batches_of,
+    digest_of,
+    engine_of,
+    gather_files,
+    objective_of,
+    parameters_of,
+)
+
 GRADIENT_LR = 1e4
 
 
@@ -351,164 +359,3 @@ def lr_factors(rank: int, ranks: int, *, settings: dict[str, Any], total_steps: 
 
     factor = lr_factor(OptimizerSettings(lr=1.0, **settings), total_steps)
     return [factor(step) for step in range(total_steps + 1)]
-
-
-# -- what programs share ------------------------------------------------------------------------------------------
-
-
-class engine_of:
-    """A TrainEngine of one of the objectives, which ends with the block."""
-
-    def __init__(
-        self,
-        kind: str,
-        model: str,
-        trainer: dict[str, Any],
-        optimizer: dict[str, Any],
-        dtype: str = "float32",
-        *,
-        total_steps: int = 10,
-        pad: int = PAD,
-        **options: Any,
-    ):
-        from rlhf_core.config.training import OptimizerSettings, TrainerSettings
-        from rlhf_core.training.engine import TrainEngine
-
-        self._engine: Any = TrainEngine(
-            lambda: module_of(kind, model, dtype, pad),
-            dtype=dtype,  # type: ignore[arg-type]
-            trainer=TrainerSettings(**trainer),
-            optimizer=OptimizerSettings(**optimizer),
-            total_steps=total_steps,
-            **options,
-        )
-
-    def __enter__(self) -> Any:
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-
-
-def module_of(kind: str, model: str, dtype: str, pad: int) -> Any:
-    from rlhf_core.models.policy import load_policy
-    from rlhf_core.models.scorer import load_scorer
-    from rlhf_core.training.engine import TORCH_DTYPE
-
-    if kind in ("rm", "value"):
-        return load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=pad)
-    return load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa")
-
-
-def objective_of(kind: str) -> Any:
-    from rlhf_core.config.rl import AlgorithmSettings
-    from rlhf_core.config.supervised import RmSettings
-    from rlhf_core.config.training import OptimizerSettings
-    from rlhf_core.training.objectives_reward import RmObjective
-    from rlhf_core.training.objectives_sft import SftObjective
-    from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective
-
-    base: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1.0), "batch_size": 8, "max_len": 64, "max_steps": 1}
-    made: dict[str, Callable[[], Any]] = {
-        "sft": SftObjective,
-        "rm": lambda: RmObjective(RmSettings(**base)),
-        "policy": lambda: PolicyObjective(AlgorithmSettings(), temperature=0.7),
-        "value": lambda: ValueObjective(AlgorithmSettings()),
-    }
-    return made[kind]()
-
-
-def batches_of(kind: str, samples: Sequence[Any], engine: Any, trainer: dict[str, Any], *, pad: int = PAD) -> list[Any]:
-    """This rank's micro-batches of `samples`, which are the items of one optimizer step."""
-    from rlhf_core.config.training import TrainerSettings
-    from rlhf_core.data.layout import Layout, make_batch, plan_step
-
-    settings, mesh = TrainerSettings(**trainer), engine.mesh
-    if kind in ("policy", "value"):
-        return _rl_batches(samples, mesh, settings.micro_batch_size, pad)
-    items = [ITEM[kind](sample) for sample in samples]
-    capacity = max(40, *(item.tokens for item in items))
-    layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, capacity, mesh.sequence)
-    plan = plan_step([item.tokens for item in items], layout)[mesh.data_rank]
-    return [make_batch(items, micro, layout, pad) for micro in plan]
-
-
-def _sample(ids: Sequence[int], start: int) -> Any:
-    """Every token from `start` on is trained on."""
-    import numpy as np
-
-    from rlhf_core.data.samples import Sample
-
-    weights = np.zeros(len(ids), dtype=np.float32)
-    weights[start:] = 1
-    return Sample(np.array(ids, dtype=np.int32), weights)
-
-
-def _sft_item(exchange: Any) -> Any:
-    from rlhf_core.data.samples import Item
-
-    return Item((_sample(*exchange),))
-
-
-def _rm_item(pair: Any) -> Any:
-    from rlhf_core.data.samples import Item
-
-    return Item(tuple(_sample(*exchange) for exchange in pair))
-
-
-ITEM: dict[str, Callable[[Any], Any]] = {"sft": _sft_item, "rm": _rm_item}
-
-
-def _rl_batches(samples: Sequence[dict[str, Any]], mesh: Any, micro_batch_size: int, pad: int) -> list[Any]:
-    import numpy as np
-    import torch
-
-    from rlhf_core.training.experience import Experience, Scored, experience_batch
-
-    share = len(samples) // mesh.data_ranks
-    mine = samples[mesh.data_rank * share : (mesh.data_rank + 1) * share]
-
-    def padded(name: str, part: Sequence[dict[str, Any]]) -> Any:
-        width = max(len(s["response_ids"]) for s in part)
-        return torch.tensor(np.stack([np.pad(s[name], (0, width - len(s[name]))) for s in part]), dtype=torch.float32)
-
-    def batch(part: Sequence[dict[str, Any]]) -> Any:
-        names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
-        scored = [Scored(**{n: s[n] for n in names}, ref_logprobs=s["logprobs"], reward_score=0.0) for s in part]
-        experience = Experience(scored, padded("advantages", part), padded("returns", part))
-        return experience_batch(experience, range(len(part)), pad_token_id=pad)
-
-    return [batch(mine[start : start + micro_batch_size]) for start in range(0, share, micro_batch_size)]
-
-
-def gather_files(own: Path, together: Path) -> Path:
-    """Every rank's files in one directory, as the store has them. Raises if two ranks wrote one name."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    for path in sorted(own.rglob("*")):
-        if path.is_file():
-            target = together / path.relative_to(own)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            assert not target.exists(), f"two ranks write {path.relative_to(own)}"
-            shutil.copyfile(path, target)
-    dist.barrier()
-    return together
-
-
-def parameters_of(engine: Any) -> dict[str, Any]:
-    return {name: tensor.float().numpy() for name, tensor in engine.full_parameters()}
-
-
-def averages_of(engine: Any) -> dict[str, Any]:
-    return {name: tensor.float().numpy() for name, tensor in engine.full_parameters(averaged=True)}
-
-
-def digest_of(engine: Any) -> str:
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in engine.full_parameters():
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -24,7 +24,7 @@ def train_lora(
 ) -> dict[str, Any]:
     """Steps on the same samples and the export. Each step's loss, and the dtypes of what the optimizer updates."""
     import torch
-    from engine_programs import batches_of
+    from engine_parts import batches_of
 
     from rlhf_core.config.training import OptimizerSettings, TrainerSettings
     from rlhf_core.training.engine import TrainEngine
@@ -47,7 +47,7 @@ def train_lora(
 
 
 def with_adapters(kind: str, model: str, dtype: str, in_4bit: bool) -> Any:
-    from engine_programs import PAD, module_of
+    from engine_parts import PAD, module_of
 
     from rlhf_core.config.training import LoraSettings
     from rlhf_core.models.lora import add_lora, nf4_config
@@ -68,7 +68,7 @@ def with_adapters(kind: str, model: str, dtype: str, in_4bit: bool) -> Any:
 
 
 def _batches(kind: str, samples: Sequence[Any], engine: Any, trainer: dict[str, Any]) -> list[Any]:
-    from engine_programs import PAD, batches_of
+    from engine_parts import PAD, batches_of
 
     from rlhf_core.config.training import TrainerSettings
     from rlhf_core.data.layout import Layout, make_batch, plan_step
@@ -95,7 +95,7 @@ def _step_item(ids: Sequence[int], start: int) -> Any:
 
 
 def _objective(kind: str) -> Any:
-    from engine_programs import objective_of
+    from engine_parts import objective_of
 
     from rlhf_core.config.supervised import PrmSettings
     from rlhf_core.config.training import OptimizerSettings

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_programs
 import lora_programs
-from engine_programs import digest_of, parameters_of
+from engine_parts import digest_of, parameters_of
 
 HOST = "127.0.0.1"
 ANSWER_S = 240.0  # far above what any program takes: a rank that hangs fails its test instead of stopping the session
