@@ -51,7 +51,7 @@ def run_supervised(
             evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
             history.add(step, evaluation, phase="eval")
             metric = evaluation[settings.best_metric] if settings.best_metric is not None else None
-        if _saves(settings, step, total) or _improved(settings, history, step):
+        if settings.trainer.saves_at(step, total) or _improved(settings, history, step):
             finish_checkpoint(
                 group,
                 job,
@@ -75,11 +75,6 @@ def run_supervised(
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
     return step == total or (settings.eval_steps is not None and step % settings.eval_steps == 0)
-
-
-def _saves(settings: SupervisedSettings, step: int, total: int) -> bool:
-    every = settings.trainer.save_steps
-    return every is not None and (step == total or step % every == 0)
 
 
 def _improved(settings: SupervisedSettings, history: History, step: int) -> bool:
