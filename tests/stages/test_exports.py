@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,16 +29,17 @@ SMALL = [
     # The loss falls, so the first evaluation has the highest: what is exported is not what training ended with.
     "sft.best_metric=loss",
     "sft.best_is=higher",
-    "sft.trainer={ranks: 1, micro_batch_size: 8, save_steps: 3, keep_checkpoints: 1, save_hf: true}",
+    "sft.trainer={ranks: 2, micro_batch_size: 8, save_steps: 3, keep_checkpoints: 1, save_hf: true}",
 ]
 
 
-@pytest.fixture(scope="module")
-def sft(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Manifest, Path]:
-    """(store, manifest, files) of an SFT stage that ran through its driver."""
-    root = tmp_path_factory.mktemp("exports")
-    overrides = [*SMALL, f"run.store={root / 'store'}", f"run.scratch={root / 'scratch'}"]
-    settings = load_pipeline(project / "deployments" / "pipelines" / "demo.yaml", overrides)
+def overrides_for(root: Path) -> list[str]:
+    return [*SMALL, f"run.store={root / 'store'}", f"run.scratch={root / 'scratch'}"]
+
+
+def run_stages(project: Path, root: Path, *overrides: str) -> tuple[Store, Manifest, Path]:
+    """(store, manifest, files) of an SFT stage that ran through its driver, and so did its data's."""
+    settings = load_pipeline(project / "deployments" / "pipelines" / "demo.yaml", [*overrides_for(root), *overrides])
     store, made = Store(settings.run.store), {}
     for planned in plan_pipeline(settings):
         if planned.node not in ("data-sft", "sft"):
@@ -60,6 +62,11 @@ def sft(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store,
         assert manifest is not None
         made[planned.node] = manifest
     return store, made["sft"], fetch(store, made["sft"], root / "sft")
+
+
+@pytest.fixture(scope="module")
+def sft(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Manifest, Path]:
+    return run_stages(project, tmp_path_factory.mktemp("exports"))
 
 
 def records(files: Path, phase: str) -> dict[int, dict[str, Any]]:
@@ -115,3 +122,24 @@ def test_training_checkpoints_are_rotated_by_age_and_by_metric_and_hold_an_expor
         weights = load_file(export / "model.safetensors")
         assert weights.keys() == own.keys()
         assert all(torch.equal(weights[name], own[name]) for name in own) == same
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_data(sft: Any, project: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 2 is all that is left of the run of two ranks; one rank takes it to the end.
+
+    Ranks are no part of the key. Losses agree but for the order of summation, so each step saw the same rows.
+    """
+    store, manifest, files = sft
+    shutil.copytree(store.url, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store" / "artifacts" / "sft")
+    shutil.rmtree(tmp_path / "store" / "training" / "sft" / manifest.key / "step-000006")
+    _, again, after = run_stages(project, tmp_path, "sft.trainer.ranks=1")
+    assert again.key == manifest.key
+    two, one = records(files, "train"), records(after, "train")
+    assert list(one) == [1, 2, 3, 4, 5, 6]
+    assert one[1] == two[1]
+    assert one[2] == two[2]
+    for step in range(3, 7):
+        assert one[step]["loss"] == pytest.approx(two[step]["loss"], rel=1e-4)
+        assert one[step]["lr"] == two[step]["lr"]
+    assert one[6] != two[6]
