@@ -8,7 +8,6 @@ container without secrets and without a network.
 import ast
 import json
 import os
-import re
 import resource
 import secrets
 import signal
@@ -22,8 +21,8 @@ from pathlib import Path
 
 from rlhf_core.rollout.outcomes import Outcome, Scored, one_line
 from rlhf_core.rollout.process_tree import descendants, end_new_children, end_with_parent
+from rlhf_core.rollout.verifiers import fenced_blocks
 
-_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _OUTPUT_BYTES = 16 * 2**20  # of a program's output; a longer one fails to write
 
 
@@ -71,7 +70,7 @@ def _texts(given: object) -> tuple[str, ...]:
 
 def extract_code(completion: str) -> str:
     """The last fenced block of Python or without a language; all of a completion without one."""
-    blocks = _FENCE.findall(completion)
+    blocks = fenced_blocks(completion, {"", "python", "python3", "py"})
     return blocks[-1] if blocks else completion
 
 

@@ -1,5 +1,6 @@
 """What a source of rewards says of a response: a value, or a failure with a name. Never a zero for a failure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -43,6 +44,13 @@ class Response:
     prompt: str
     completion: str
     label: str
+
+
+def finite(outcome: Outcome) -> Outcome:
+    """A value or score that is no number fails instead."""
+    if isinstance(outcome, Failed) or (math.isfinite(outcome.value) and math.isfinite(outcome.score or 0.0)):
+        return outcome
+    return Failed("unparsable", f"the value is {outcome.value}, the score {outcome.score}")
 
 
 def one_line(text: object, limit: int = 300) -> str:

@@ -6,7 +6,6 @@ prints goes to the driver's standard error.
 
 import io
 import json
-import math
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 from rlhf_core.rollout import verifiers
 from rlhf_core.rollout.code_runner import run_tests
-from rlhf_core.rollout.outcomes import Failed, Outcome, Scored, one_line
+from rlhf_core.rollout.outcomes import Failed, Outcome, Scored, finite, one_line
 from rlhf_core.rollout.process_tree import adopt_orphans, end_with_parent
 from rlhf_core.rollout.reward_functions import UserFunction, load_function, read_score
 
@@ -40,9 +39,9 @@ def main(parent: int) -> None:
 def _outcomes(call: dict[str, Any], functions: dict[str, UserFunction]) -> list[Outcome]:
     try:
         if call["kind"] == "function":
-            return [_finite(one) for one in functions[call["name"]](**call["arguments"])]
+            return [finite(one) for one in functions[call["name"]](**call["arguments"])]
         found = _VERIFIERS[call["kind"]](**call["arguments"])
-        return [_finite(found if isinstance(found, Scored | Failed) else Scored(found))]
+        return [finite(found if isinstance(found, Scored | Failed) else Scored(found))]
     except MemoryError:
         return [Failed("memory", "out of memory")] * call["size"]
     except BaseException as error:  # noqa: BLE001  whatever the called code raises, an exit included
@@ -56,12 +55,6 @@ _VERIFIERS: dict[str, Callable[..., Outcome | float]] = {
     "code": run_tests,
     "read_score": read_score,
 }
-
-
-def _finite(outcome: Outcome) -> Outcome:
-    if isinstance(outcome, Failed) or (math.isfinite(outcome.value) and math.isfinite(outcome.score or 0.0)):
-        return outcome
-    return Failed("unparsable", f"the value is {outcome.value}, the score {outcome.score}")
 
 
 def _answer(answers: io.BufferedWriter, message: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ sandbox, which does.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from rlhf_core.rollout.outcomes import Failed, Outcome, Scored, one_line
 
 _MARK = re.compile(r"#+")
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 def exact(completion: str, label: str) -> float:
@@ -80,13 +80,18 @@ def json_schema(completion: str, *, schema: Mapping[str, Any]) -> Outcome:
     """
     from jsonschema import validators
 
-    blocks = _FENCE.findall(completion)
+    blocks = fenced_blocks(completion, {"", "json"})
     try:
         value = json.loads(blocks[-1] if blocks else completion)
     except (json.JSONDecodeError, RecursionError):
         return Scored(0.0, extra={"unparsable": 1.0})
     validator = validators.validator_for(schema, default=validators.Draft202012Validator)(schema)
     return Scored(float(validator.is_valid(value)), extra={"unparsable": 0.0})
+
+
+def fenced_blocks(text: str, languages: Set[str]) -> list[str]:
+    """What stands between lines of three backticks, where one of `languages` (lower case) is named, or "" for none."""
+    return [block for language, block in _FENCED.findall(text) if language.lower() in languages]
 
 
 def length(completion: str, *, unit: str, low: int, high: int | None) -> float:

@@ -1,0 +1,181 @@
+"""The pool of processes: limits, named failures, and that nothing outlives the driver."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.base import SettingsError
+from rlhf_core.config.rewards import SandboxSettings
+from rlhf_core.rollout.outcomes import Failed, Outcome, Scored
+from rlhf_core.rollout.process_tree import descendants
+from rlhf_core.rollout.sandbox import Call, Sandbox, Setup
+
+SOURCE = """
+import os, subprocess, sys, time
+
+def reward_func(queries, prompts, labels):
+    return {"rewards": [globals()[query](label) for query, label in zip(queries, labels)]}
+
+def length(label): return float(len(label))
+def hang(label):
+    while True: pass
+def power(label): return float(len(str(9**9**9)))
+def backtrack(label):
+    import re
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+def memory(label):
+    held = [b"x" * 2**20 for _ in range(4096)]
+    time.sleep(60)
+def memory_of_a_child(label):
+    subprocess.run([sys.executable, "-c", "import time; x = bytearray(b'x') * 2**29; time.sleep(60)"])
+def allocate(label): return float(len(bytearray(2**60)))
+def leave(label): os._exit(3)
+def leave_politely(label): sys.exit(0)
+def error(label): raise KeyError("two\\nlines")
+def nan(label): return float("nan")
+def secret(label): return float(label in os.environ)
+def home(label): return float(os.getcwd() == os.environ["HOME"] and not os.listdir("."))
+def torch(label): return float("torch" in sys.modules)
+def talk(label):
+    print("x" * 10**6)
+    sys.stdin.read()
+    os.write(1, b'{"outcomes": []}')
+    return 1.0
+"""
+SETUP = Setup(functions={"f": {"path": "/nowhere/f.py", "source": SOURCE, "function": "reward_func"}})
+
+
+def call(function: str, label: str = "") -> Call:
+    return Call("function", {"queries": [function], "prompts": [""], "completions": [function], "labels": [label]}, "f")
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    settings = SandboxSettings(workers=2, timeout_s=1.0, memory_mb=256, environment=("RLHF_TEST_SHOWN",))
+    os.environ.update(RLHF_TEST_SHOWN="1", RLHF_TEST_HIDDEN="1")
+    scratch = tmp_path_factory.mktemp("scratch")
+    with Sandbox(settings, SETUP, scratch) as made:
+        yield made
+    del os.environ["RLHF_TEST_SHOWN"], os.environ["RLHF_TEST_HIDDEN"]
+    assert not list(scratch.iterdir())
+    assert not descendants(os.getpid())
+
+
+def run(sandbox: Sandbox, function: str, label: str = "") -> Outcome:
+    return sandbox.run([call(function, label)])[0][0]
+
+
+def test_a_score_of_zero_is_a_score(sandbox: Sandbox) -> None:
+    assert sandbox.run([call("length", "four"), call("length", "")]) == [[Scored(4.0)], [Scored(0.0)]]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "message"),
+    [
+        ("hang", "timeout", "no answer within 1 s"),
+        ("power", "timeout", "no answer within 1 s"),
+        ("backtrack", "timeout", "no answer within 1 s"),
+        ("memory", "memory", "more than 256 MB were resident"),
+        ("memory_of_a_child", "memory", "more than 256 MB were resident"),
+        ("allocate", "memory", "out of memory"),
+        ("leave", "error", "the process ended with 3 during the call"),
+        ("leave_politely", "error", "SystemExit: 0"),
+        ("error", "error", r"KeyError: 'two\nlines'"),
+        ("nan", "unparsable", "the value is nan, the score None"),
+        ("absent", "error", "KeyError: 'absent'"),
+    ],
+)
+def test_what_fails_has_a_name_and_the_next_call_an_answer(
+    sandbox: Sandbox, function: str, reason: str, message: str
+) -> None:
+    found = sandbox.run([call(function), call("length", "a"), call("length", "ab"), call("length", "abc")])
+    assert found == [[Failed(reason, message)], [Scored(1.0)], [Scored(2.0)], [Scored(3.0)]]  # type: ignore[arg-type]
+
+
+def test_a_process_sees_what_it_is_allowed_to(sandbox: Sandbox) -> None:
+    assert run(sandbox, "secret", "RLHF_TEST_SHOWN") == Scored(1.0)
+    assert run(sandbox, "secret", "RLHF_TEST_HIDDEN") == Scored(0.0)
+    assert run(sandbox, "home") == Scored(1.0)
+
+
+def test_a_process_loads_no_torch(sandbox: Sandbox) -> None:
+    assert run(sandbox, "torch") == Scored(0.0)
+
+
+def test_what_a_function_prints_is_no_answer(sandbox: Sandbox) -> None:
+    assert run(sandbox, "talk") == Scored(1.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("raise RuntimeError('no')", "RuntimeError: no"),
+        ("import sys\nsys.exit(1)", "SystemExit: 1"),
+        ("def other(a, b): return 1.0", "has no function reward_func; define it"),
+        ("def reward_func(query): return 1.0", r"reward_func takes \(query\); give \(queries, prompts, labels\)"),
+        ("async def reward_func(a, b): return 1.0", "not async"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path, source: str, fault: str) -> None:
+    setup = Setup(functions={"f": {"path": "/nowhere/f.py", "source": source, "function": "reward_func"}})
+    with pytest.raises(SettingsError, match=f"a reward function cannot be loaded: .*{fault}"):
+        Sandbox(SandboxSettings(workers=1), setup, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_that_hangs_is_an_error(tmp_path: Path) -> None:
+    setup = Setup(
+        functions={"f": {"path": "/nowhere/f.py", "source": "import time\ntime.sleep(99)", "function": "reward_func"}}
+    )
+    with pytest.raises(SettingsError, match="did not start: timeout: no answer within"):
+        Sandbox(SandboxSettings(workers=1, start_timeout_s=0.5), setup, tmp_path)
+
+
+def test_closing_ends_a_call_and_answers_those_that_wait(tmp_path: Path) -> None:
+    sandbox = Sandbox(SandboxSettings(workers=1, timeout_s=60), SETUP, tmp_path)
+    waiting = [sandbox.submit(call("hang")) for _ in range(3)]
+    sandbox.close()
+    messages = [future.result()[0] for future in waiting]
+    assert {one.reason for one in messages if isinstance(one, Failed)} == {"error"}
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.submit(call("length"))
+
+
+def test_processes_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+from rlhf_core.config.rewards import SandboxSettings
+from rlhf_core.rollout.sandbox import Call, Sandbox, Setup
+sandbox = Sandbox(SandboxSettings(workers=2, timeout_s=60), Setup({dict(SETUP.functions)!r}), Path({str(tmp_path)!r}))
+arguments = dict(queries=["hang"], prompts=[""], completions=[""], labels=[""])
+waiting = sandbox.submit(Call("function", arguments, "f"))
+print("up", flush=True)
+time.sleep(60)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "up\n"
+    processes = descendants(driver.pid)
+    assert len(processes) == 2
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    driver.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(_lives(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in processes if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
