@@ -22,7 +22,7 @@ from rlhf_core.data.token_report import TokenCounts, TokenReport, show_item
 
 Row = Mapping[str, Any]
 
-ENCODER_VERSION = 1  # part of the token cache's key: raise it when any row gives other tokens or weights
+ENCODER_VERSION = 2  # part of the token cache's key: raise it when any row gives other tokens or weights
 
 _ROWS_AT_ONCE = 256  # rows whose texts are held and encoded in one call
 

@@ -141,8 +141,9 @@ class Speller:
             start, end = span.start - dropped, span.end - dropped
             if start >= end:
                 continue
-            first = int(np.searchsorted(whole.ends, start, side="right"))
-            last = int(np.searchsorted(whole.ends, end, side="left"))
+            first, last = _tokens_of(whole, start, end)
+            if first == len(whole.ids):  # offsets without white space give a blank text no place
+                raise BadRow("no token to train on", f"for {text[start:end]!r}")
             if whole.starts[first] < start:
                 raise BadRow(
                     "a token holds both prompt and response",
@@ -218,6 +219,15 @@ class Speller:
 def _encoding(ids: list[int], offsets: list[tuple[int, int]]) -> _Encoding:
     places = np.array(offsets, np.int32).reshape(-1, 2)
     return _Encoding(np.array(ids, np.int32), places[:, 0], places[:, 1])
+
+
+def _tokens_of(encoding: _Encoding, start: int, end: int) -> tuple[int, int]:
+    """The first and the last token of characters start to end - 1. A last character of several tokens takes them all;
+    where offsets leave out white space, no token may end at `end`, and the last is the first one to end behind it."""
+    first = int(np.searchsorted(encoding.ends, start, side="right"))
+    reaching = int(np.searchsorted(encoding.ends, end, side="left"))
+    ending = int(np.searchsorted(encoding.ends, end, side="right")) - 1
+    return first, max(reaching, ending)
 
 
 def _token_before(encoding: _Encoding, end: int) -> int:

@@ -167,6 +167,30 @@ def test_offsets_without_white_space_give_the_same_weights(make_tokenizer, token
     assert a.weights.tolist() == b.weights.tolist()
 
 
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("content", ["hello 😀", "日本", "é", "e\u0301", "hi   ", "a\n\n", "✓ done"])
+@pytest.mark.parametrize("text", ["chat", "template", "text"])
+def test_a_last_character_of_several_tokens_is_trained_on_whole(
+    make_tokenizer, model_tokenizer, trim_offsets, content, text
+):
+    """A byte-level tokenizer gives each of a character's tokens the same offsets."""
+    tokenizer = make_tokenizer(None, "<|im_end|>", trim_offsets=trim_offsets)
+    tokenizer.chat_template = model_tokenizer("chatml").chat_template
+    row = {"text": content} if text == "text" else {"prompt": "How are you?", "response": content}
+    (sample,) = encoder(tokenizer, format=text).sft([row]).items[0].samples
+    expected = tokenizer(content + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert sample.ids[-len(expected) :].tolist() == expected
+    trained = len(expected) - (text == "text")  # nothing precedes the first token
+    assert sample.weights.tolist() == [0.0] * (len(sample) - trained) + [1.0] * trained
+
+
+def test_a_text_to_which_offsets_give_no_place_is_dropped(make_tokenizer):
+    tokenizer = make_tokenizer(None, "<|im_end|>", trim_offsets=True)
+    data = encoder(tokenizer, format="text").sft([{"text": " "}, {"text": "Fine."}])
+    assert data.row_ids == [1]
+    assert data.report.dropped["no token to train on"].first_row == 1
+
+
 def test_a_response_that_shares_a_token_with_the_prompt_is_dropped_and_counted(tokenizer):
     rows = [{"prompt": "How?", "response": "\nFine."}, {"prompt": "How?", "response": "Fine."}]
     data = encoder(tokenizer).sft(rows)
@@ -355,6 +379,13 @@ def test_a_placeholder_stands_behind_each_steps_last_token(tokenizer, separator,
         before = [token for token in sample.ids[:place].tolist() if token != placeholder]
         assert decode(tokenizer, before).startswith(reached)
         assert not decode(tokenizer, before[:-1]).startswith(reached)
+
+
+@pytest.mark.parametrize("text", ["chat", "template"])
+def test_a_step_that_ends_in_a_character_of_several_tokens_keeps_it_whole(tokenizer, text):
+    row = {"prompt": "How?", "steps": ["3 + 4 = 7 ✓", "so 7 ✓"], "labels": [True, True]}
+    (sample,) = encoder(tokenizer, format=text).steps([row], prm()).items[0].samples
+    assert decode(tokenizer, sample.ids).endswith("3 + 4 = 7 ✓<|step|>\nso 7 ✓<|step|>")
 
 
 def test_a_template_that_trims_the_solution_moves_no_step(model_tokenizer):
