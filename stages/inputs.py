@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
+from rlhf_core.config.rl import PpoSettings
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings
 from rlhf_core.config.training import ModelSource
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
@@ -82,13 +83,25 @@ def _model_digest(setting: str, path: str) -> str:
         return directory_digest(path)
 
 
-def code_digests(section: str, settings: SupervisedSettings) -> dict[str, str]:
-    """Setting -> SHA-256 of the user's file that it names and that decides what a row becomes."""
-    template = settings.text.chat_template
-    if template is None:
-        return {}
-    with _readable(f"{section}.text.chat_template", f"file {template}", "give the path of a Jinja file"):
-        return {"text.chat_template": file_fingerprint(template)}
+def code_digests(section: str, settings: SupervisedSettings | PpoSettings) -> dict[str, str]:
+    """Setting -> SHA-256 of the user's file that it names: what decides what a row becomes, or what is rewarded."""
+    digests: dict[str, str] = {}
+    for name, (path, kind) in _user_files(settings).items():
+        with _readable(f"{section}.{name}", f"file {path}", f"give the path of a {kind}"):
+            digests[name] = file_fingerprint(path)
+    return digests
+
+
+def _user_files(settings: SupervisedSettings | PpoSettings) -> dict[str, tuple[str, str]]:
+    """Setting -> (path, what should be there)."""
+    if isinstance(settings, SupervisedSettings):
+        template = settings.text.chat_template
+        return {} if template is None else {"text.chat_template": (template, "Jinja file")}
+    reward = settings.reward
+    files = {f"reward.functions.{one.name}": (one.path, "Python file") for one in reward.functions}
+    if reward.json_schema is not None:
+        files["reward.json_schema.path"] = (reward.json_schema.path, "JSON schema")
+    return files
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _nodes(settings: PipelineSettings) -> Iterator[_Node]:
         if section is not None:
             yield _supervised(name, section)
     if settings.ppo is not None:
-        yield _Node("ppo", PPO, settings.ppo, _ppo_inputs(settings.ppo))
+        yield _Node("ppo", PPO, settings.ppo, _ppo_inputs(settings.ppo), code=code_digests("ppo", settings.ppo))
     if settings.evaluate is not None:
         policies = {name: name for name in settings.policies()}
         yield _Node("evaluate", EVALUATE, settings.evaluate, {**policies, "data": "data-eval"})

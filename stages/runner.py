@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_core.cluster.session import ClusterError
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.data.errors import DataError, TokenError
+from rlhf_core.rollout.reward_sources import RewardError
 from rlhf_core.store.artifacts import fetch, publish, read_manifest
 from rlhf_core.store.leases import Lease, LeaseHeld, LeaseLost, acquire, attach, keep_alive
 from rlhf_core.store.manifest import Manifest
@@ -37,6 +38,7 @@ USER_ERRORS = (
     StoreError,
     ContractError,
     ResumeError,
+    RewardError,
     ClusterError,
     LeaseHeld,
     LeaseLost,

@@ -271,8 +271,8 @@ def settle(outcomes: Sequence[Mapping[str, Outcome]], group_ids: Sequence[int], 
     """Applies the policy on failures. Raises RewardError where it is `fail` and there is one.
 
     A source of weight 0 is measured only: its failures are counted, and no group is dropped for them. Metrics, counts
-    or means over the responses that have them: failed, dropped_groups, and for each source <source>/failed/<reason>
-    (where there are any) and <source>/<extra>.
+    or means over the responses that have them: reward/failed, reward/dropped_groups, and for each source
+    reward/<source>/failed/<reason> (where there are any) and reward/<source>/<extra>.
     """
     failures = [
         (group, name, one)
@@ -288,15 +288,15 @@ def settle(outcomes: Sequence[Mapping[str, Outcome]], group_ids: Sequence[int], 
             "ppo.reward.on_failure to retry or drop_group"
         )
     dropped = {group for group, _, _ in bad}
-    counts = Counter(f"{name}/failed/{one.reason}" for _, name, one in failures)
+    counts = Counter(f"reward/{name}/failed/{one.reason}" for _, name, one in failures)
     scored = [{name: one for name, one in by.items() if isinstance(one, Scored)} for by in outcomes]
     return Settled(
         kept=[group not in dropped for group in group_ids],
         values=[{name: one.value for name, one in by.items()} for by in scored],
         scores=[{name: one.value if one.score is None else one.score for name, one in by.items()} for by in scored],
         metrics={
-            "failed": float(len(failures)),
-            "dropped_groups": float(len(dropped)),
+            "reward/failed": float(len(failures)),
+            "reward/dropped_groups": float(len(dropped)),
             **{name: float(count) for name, count in counts.items()},
             **_extras(scored),
         },
@@ -308,5 +308,5 @@ def _extras(scored: Sequence[Mapping[str, Scored]]) -> dict[str, float]:
     for by_source in scored:
         for source, one in by_source.items():
             for name, value in one.extra.items():
-                found.setdefault(f"{source}/{name}", []).append(value)
+                found.setdefault(f"reward/{source}/{name}", []).append(value)
     return {name: float(np.mean(values)) for name, values in found.items()}

@@ -242,11 +242,11 @@ def test_groups_with_a_failure_are_dropped_and_counted(on_failure: str) -> None:
     assert settled.scores[0] == {"a": 0.5, "b": 2.0}
     assert settled.values[1] == {"a": 1.0}
     assert settled.metrics == {
-        "failed": 3.0,
-        "dropped_groups": 2.0,
-        "b/failed/timeout": 2.0,
-        "a/failed/memory": 1.0,
-        "a/x": 2.0,
+        "reward/failed": 3.0,
+        "reward/dropped_groups": 2.0,
+        "reward/b/failed/timeout": 2.0,
+        "reward/a/failed/memory": 1.0,
+        "reward/a/x": 2.0,
     }
 
 
@@ -259,4 +259,4 @@ def test_fail_ends_the_stage() -> None:
 def test_a_source_that_is_only_measured_drops_nothing() -> None:
     settled = settle(OUTCOMES, GROUPS, mixed("drop_group", b=0.0))
     assert settled.kept == [True, True, True, False, False]
-    assert settled.metrics["b/failed/timeout"] == 2.0
+    assert settled.metrics["reward/b/failed/timeout"] == 2.0

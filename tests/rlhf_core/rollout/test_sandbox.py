@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,9 @@ def reward_func(queries, prompts, labels):
 def length(label): return float(len(label))
 def hang(label):
     while True: pass
+def begin_and_hang(label):
+    open(label, "w").close()
+    hang(label)
 def power(label): return float(len(str(9**9**9)))
 def backtrack(label):
     import re
@@ -155,23 +158,24 @@ from pathlib import Path
 from rlhf_core.config.rewards import SandboxSettings
 from rlhf_core.rollout.sandbox import Call, Sandbox, Setup
 sandbox = Sandbox(SandboxSettings(workers=2, timeout_s=60), Setup({dict(SETUP.functions)!r}), Path({str(tmp_path)!r}))
-arguments = dict(queries=["hang"], prompts=[""], completions=[""], labels=[""])
+arguments = dict(queries=["begin_and_hang"], prompts=[""], completions=[""], labels=[{str(tmp_path / "begun")!r}])
 waiting = sandbox.submit(Call("function", arguments, "f"))
-print("up", flush=True)
 time.sleep(60)
 """
-    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    assert driver.stdout.readline() == "up\n"
+    driver = subprocess.Popen([sys.executable, "-c", script])
+    _wait(lambda: (tmp_path / "begun").exists())
     processes = descendants(driver.pid)
     assert len(processes) == 2
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    driver.stdout.close()
+    _wait(lambda: not any(_lives(pid) for pid in processes))
+
+
+def _wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while any(_lives(pid) for pid in processes) and time.monotonic() < deadline:
+    while not until():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not [pid for pid in processes if _lives(pid)]
 
 
 def _lives(pid: int) -> bool:
