@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,11 +84,12 @@ def interleaved(counts: Sequence[int], probabilities: Sequence[float], seed: int
     that of `datasets.interleave_datasets` with `all_exhausted`.
     """
     rng = np.random.default_rng(seed)
+    weights = np.asarray(probabilities) / math.fsum(probabilities)  # NumPy wants a sum of 1 more exactly than we do
     taken = [0] * len(counts)
     order: list[tuple[int, int]] = []
     left = len(counts)
     while left:
-        for number in rng.choice(len(counts), size=1000, p=probabilities).tolist():
+        for number in rng.choice(len(counts), size=1000, p=weights).tolist():
             order.append((number, taken[number] % counts[number]))
             taken[number] += 1
             left -= taken[number] == counts[number]
@@ -155,9 +157,18 @@ def _converted(kind: DatasetKind, data: DataSource, source: SourceFields, name: 
 
 
 def _usable(row: Row) -> Row:
-    """The row, unless it is a pair that has nothing to teach; such pairs are always dropped and counted."""
+    """The row, unless it is a pair that has nothing to teach, or cannot be written. Raises BadRow.
+
+    Such pairs are always dropped and counted.
+    """
     if "chosen" in row and row["chosen"] == row["rejected"]:
         raise BadRow(EQUAL_PAIR)
+    try:
+        json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRow("a text has half a character, a lone surrogate", ascii(error.object[error.start])) from None
+    except (TypeError, ValueError) as error:
+        raise BadRow("a value that JSON does not have", str(error)) from None
     return row
 
 

@@ -31,7 +31,9 @@ NO_VISION = "vision-language models are not supported"
 
 def is_empty(value: Any) -> bool:
     """What is missing, and how pandas writes it: NaN."""
-    return value is None or value in ("", [], {}) or (isinstance(value, float) and math.isnan(value))
+    if isinstance(value, str | list | dict):
+        return not value
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ Canonical rows, whose messages are those of rlhf_core/data/messages.py:
 A prompt or response is text, or a list of messages; within a row all are of one kind.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -324,14 +325,17 @@ def _text(value: Any, column: str) -> str:
 
 def _number(value: Any, column: str) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise BadRow(f"column {column} is not a number", shown(value)) from None
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadRow(f"column {column} is not a number", shown(value))
+    return number
 
 
 def _label_text(value: Any) -> str:
     """A prompt's label. A number becomes text: 7 and 7.0, as which pandas holds it beside a missing one, are "7"."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return str(int(value) if value == int(value) else value)
     return _text(value, "label")
 

@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import posixpath
+import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import fsspec
+import numpy as np
 
 from rlhf_core.data.errors import DataError
 from rlhf_core.data.rows import Row, lines
@@ -31,7 +33,7 @@ def read_path(url: str, split: str | None) -> list[Row]:
     if not rows:
         where = f" in split {split}" if split else ""
         raise DataError(f"data file {url} has no rows{where}; give a file with at least one")
-    if not all(isinstance(row, dict) for row in rows):
+    if not all(isinstance(row, dict) and all(isinstance(name, str) for name in row) for row in rows):
         raise DataError(f"data file {url} holds rows that are not objects with named columns")
     return rows
 
@@ -41,7 +43,7 @@ def _read(url: str, suffix: str) -> Content:
         content = _read_bytes(url)
         try:
             return _READERS[suffix](content)
-        except ValueError as error:  # pyarrow's and the decoders' errors are ValueErrors
+        except (ValueError, OSError, csv.Error) as error:  # pyarrow's are ValueErrors, or OSErrors where data is cut
             raise DataError(f"data file {url} is not {suffix[1:].upper()}: {_line(error)}") from None
     if _is_folder(url):
         return _read_saved(url)
@@ -91,11 +93,20 @@ def _read_json(content: bytes) -> Content:
 
 
 def _read_jsonl(content: bytes) -> Content:
-    return [json.loads(line) for line in lines(content.decode()) if line.strip()]
+    numbered = enumerate(lines(content.decode("utf-8-sig")), start=1)
+    return [_read_line(number, line) for number, line in numbered if line.strip()]
+
+
+def _read_line(number: int, line: str) -> Row:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at line {number}, column {error.colno}") from None
 
 
 def _read_csv(content: bytes) -> Content:
-    reader = csv.DictReader(io.StringIO(content.decode(), newline=""))
+    csv.field_size_limit(sys.maxsize)  # its default, 131072 characters, is less than a long document
+    reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
     rows: list[Row] = []
     for row in reader:
         if None in row:  # where the reader puts cells without a name
@@ -163,6 +174,7 @@ def _run_loader(url: str, source: bytes, split: str) -> list[Row]:
     """What `load_rows(split)` of the user's file gives. It is the user's code and runs in this process."""
     module = types.ModuleType("rlhf_data_loader")
     module.__file__ = url
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for what it defines
     try:
         exec(compile(source, url, "exec"), module.__dict__)
         load_rows = module.__dict__.get("load_rows")
@@ -173,11 +185,22 @@ def _run_loader(url: str, source: bytes, split: str) -> list[Row]:
         rows: Any = load_rows(split)
         if rows is None or isinstance(rows, str | bytes | Mapping):
             raise DataError(f"loader {url}: load_rows gave a {type(rows).__name__}; it must give or yield dicts")
-        return list(rows)
+        return [_plain(row) for row in rows]
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"loader {url} failed: {type(error).__name__}: {_line(error)}{_where(error, url)}") from error
+    finally:
+        sys.modules.pop(module.__name__, None)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would give it: NumPy's scalars and arrays, which pandas gives as well, and tuples."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _where(error: Exception, url: str) -> str:

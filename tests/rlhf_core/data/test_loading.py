@@ -1,4 +1,5 @@
 import json
+import math
 import random
 
 import datasets
@@ -105,6 +106,13 @@ def test_a_mixture_draws_as_datasets_does(counts, probabilities, seed):
     assert interleaved(counts, probabilities, seed) == [(row["s"], row["r"]) for row in wanted]
 
 
+def test_probabilities_that_are_rounded_are_as_good_as_exact_ones(write):
+    parts = [{"path": write(f"{one}.jsonl", texts(one, 5)), "probability": 0.3333333} for one in "abc"]
+    data = load_data("sft", DataSource.model_validate({"sources": parts}))
+    assert {row["text"][0] for row in data.rows} == set("abc")
+    assert interleaved([5] * 3, [0.3333333] * 3, 0) == interleaved([5] * 3, [1 / 3] * 3, 0)
+
+
 def test_a_mixture_of_files_is_drawn_from_its_seed(write):
     paths = [write("a.jsonl", texts("a", 4)), write("b.jsonl", texts("b", 60))]
 
@@ -161,6 +169,26 @@ def test_pairs_of_equal_responses_are_always_dropped_and_counted(write):
     assert str(caught.value) == (
         f"data set pairs: none of the 2 rows of {path} can be used: chosen equals rejected (2); mend them"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("sft", {"text": "a \ud83d b"}, r"a text has half a character, a lone surrogate: '\ud83d'"),
+        ("pairs", {"prompt": "p", "chosen": "a", "rejected": "b", "margin": math.inf}, "column margin is not a number"),
+        ("prompts", {"prompt": "p", "label": math.inf}, "column label is not text: it holds float inf"),
+        (
+            "sft",
+            {"prompt": "p", "response": "r", "tools": [{"name": "f", "default": math.nan}]},
+            "a value that JSON does not have: Out of range float values are not JSON compliant",
+        ),
+    ],
+)
+def test_what_json_files_hold_and_no_row_can_is_refused_with_its_place(write, kind, row, message):
+    path = write("a.jsonl", [row])
+    with pytest.raises(DataError) as caught:
+        load_data(kind, DataSource(path=path))
+    assert str(caught.value).startswith(f"data set {kind}: row 1 of {path}: {message}")
 
 
 def test_what_fits_no_shape_names_the_file_and_the_mapping(write):

@@ -119,6 +119,50 @@ def test_a_loader_is_given_the_split_and_may_yield(tmp_path):
     assert read_path(str(path), "test") == [{"t": "test0"}, {"t": "test1"}]
 
 
+DATACLASS_LOADER = """
+from __future__ import annotations
+from dataclasses import asdict, dataclass
+
+@dataclass
+class Solution:
+    prompt: str
+    response: str
+
+def load_rows(split):
+    yield asdict(Solution("1+2?", "3"))
+"""
+
+
+def test_a_loader_may_define_dataclasses_whose_types_are_text(tmp_path):
+    path = tmp_path / "loader.py"
+    path.write_text(DATACLASS_LOADER)
+    assert read_path(str(path), None) == [{"prompt": "1+2?", "response": "3"}]
+    assert "rlhf_data_loader" not in sys.modules
+
+
+ARRAYS_LOADER = """
+import numpy as np
+import pandas as pd
+
+def load_rows(split):
+    yield {"steps": np.array(["a", "b"]), "labels": np.array([True, False]), "margin": np.float32(0.5)}
+    yield {"messages": np.array([{"role": "user", "weight": np.int64(0)}], dtype=object), "pair": (1, np.bool_(True))}
+    yield from pd.DataFrame({"prompt": ["p"], "label": [3]}).to_dict("records")
+"""
+
+
+def test_a_loader_may_give_the_values_of_numpy_and_pandas(tmp_path):
+    path = tmp_path / "loader.py"
+    path.write_text(ARRAYS_LOADER)
+    rows = read_path(str(path), None)
+    assert rows == [
+        {"steps": ["a", "b"], "labels": [True, False], "margin": 0.5},
+        {"messages": [{"role": "user", "weight": 0}], "pair": [1, True]},
+        {"prompt": "p", "label": 3},
+    ]
+    assert json.loads(json.dumps(rows)) == rows
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -129,6 +173,10 @@ def test_a_loader_is_given_the_split_and_may_yield(tmp_path):
         ("def load_rows(split):\n    return {'train': []}", "load_rows gave a dict; it must give or yield dicts"),
         ("def load_rows(split):\n    pass", "load_rows gave a NoneType"),
         ("def load_rows(split):\n    return []", "has no rows"),
+        (
+            "def load_rows(split):\n    return [{0: 'a', 'b': 'c'}]",
+            "holds rows that are not objects with named columns",
+        ),
         ("def load_rows(split):\n    return [1]", "holds rows that are not objects with named columns"),
     ],
 )
@@ -147,12 +195,13 @@ def test_what_a_loader_does_wrong_is_one_line_with_its_place(tmp_path, source, m
         ("none.jsonl", None, "does not exist; give the path or s3:// URL of a data file"),
         ("none", None, "does not exist; give the path or s3:// URL of a data file"),
         ("rows.jsonl", "", "has no rows; give a file with at least one"),
-        ("rows.jsonl", "{", "is not JSONL: "),
+        ("rows.jsonl", '{}\n\n{"a": x}', "is not JSONL: Expecting value at line 3, column 7"),
         ("rows.jsonl", b"\xff\xfe", "is not JSONL: "),
         ("rows.json", "{}", "is not JSON: it holds neither a list of objects nor an object with a list for each split"),
         ("rows.json", "[1]", "holds rows that are not objects with named columns"),
         ("rows.csv", "prompt,label\na,b,c\n", "is not CSV: line 2 has more cells than the header has names"),
         ("rows.parquet", "PAR", "is not PARQUET: "),
+        ("rows.parquet", b"PAR1" + bytes(range(40)) + b"\x20\x00\x00\x00PAR1", "is not PARQUET: "),
         ("rows.arrow", "ARROW1xx", "is not ARROW: "),
         (
             "rows.txt",
@@ -169,6 +218,19 @@ def test_bad_files_are_one_line(tmp_path, name, content, message):
         read_path(str(path), None)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
+def test_the_mark_that_windows_puts_before_utf_8_is_no_part_of_the_text(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(b"\xef\xbb\xbf" + as_bytes(suffix))
+    assert filled(read_path(str(path), None)) == filled(ROWS)
+
+
+def test_a_csv_cell_may_be_longer_than_what_python_allows_at_first(tmp_path):
+    text = "word " * 40_000
+    (tmp_path / "rows.csv").write_text(f"text,id\n{text},1\n")
+    assert read_path(str(tmp_path / "rows.csv"), None) == [{"text": text, "id": "1"}]
 
 
 def test_nan_in_csv_is_missing_and_in_json_stays_what_it_is(tmp_path):
