@@ -147,8 +147,18 @@ def _check_source(source: SourceFields) -> None:
         raise ValueError("`revision` and `subset` belong to `hub`")
     if source.eval_share is not None and (source.eval_path or source.eval_split):
         raise ValueError("give `eval_share`, or `eval_path` and `eval_split`: held-out rows come from one place")
-    if source.eval_path is None and source.eval_split is not None and source.eval_split == source.split:
-        raise ValueError(f"`split` and `eval_split` are both {source.split}; give two splits, or `eval_share`")
+    if _holds_out_itself(source):
+        raise ValueError(
+            f"the held-out rows are the training rows: `split` and `eval_split` both mean {source.split or 'train'} of "
+            f"{source.name}; give two splits or files, or `eval_share`"
+        )
+
+
+def _holds_out_itself(source: SourceFields) -> bool:
+    """Whether the held-out rows are those of the training split; where there are several, none given means train."""
+    held_out = source.eval_path is not None or source.eval_split is not None
+    same_place = source.eval_path in (None, source.path)
+    return held_out and same_place and (source.split or "train") == (source.eval_split or "train")
 
 
 def _quoted(names: list[str]) -> str:

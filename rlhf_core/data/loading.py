@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -64,8 +65,8 @@ def load_data(kind: DatasetKind, data: DataSource) -> LoadedData:
     sources = [_load_source(kind, data, part) for part in data.parts]
     probabilities = [part.probability for part in data.sources if part.probability is not None]
     counts = [len(source.rows) for source in sources]
-    order = interleaved(counts, probabilities, data.seed) if probabilities else _one_after_the_other(counts)
-    order = order[: data.max_samples]
+    draws = interleaved(counts, probabilities, data.seed) if probabilities else _one_after_the_other(counts)
+    order = list(islice(draws, data.max_samples))
     taken = [0] * len(sources)
     for number, _ in order:
         taken[number] += 1
@@ -77,7 +78,7 @@ def load_data(kind: DatasetKind, data: DataSource) -> LoadedData:
     )
 
 
-def interleaved(counts: Sequence[int], probabilities: Sequence[float], seed: int) -> list[tuple[int, int]]:
+def interleaved(counts: Sequence[int], probabilities: Sequence[float], seed: int) -> Iterator[tuple[int, int]]:
     """(source, row) of each draw from a mixture, until the last of the sources has been gone through once.
 
     Each draw takes the next row of a source chosen by `probabilities`; a source that ends starts again. The order is
@@ -86,27 +87,25 @@ def interleaved(counts: Sequence[int], probabilities: Sequence[float], seed: int
     rng = np.random.default_rng(seed)
     weights = np.asarray(probabilities) / math.fsum(probabilities)  # NumPy wants a sum of 1 more exactly than we do
     taken = [0] * len(counts)
-    order: list[tuple[int, int]] = []
     left = len(counts)
     while left:
         for number in rng.choice(len(counts), size=1000, p=weights).tolist():
-            order.append((number, taken[number] % counts[number]))
+            yield number, taken[number] % counts[number]
             taken[number] += 1
             left -= taken[number] == counts[number]
             if not left:
-                break
-    return order
+                return
 
 
-def _one_after_the_other(counts: Sequence[int]) -> list[tuple[int, int]]:
-    return [(number, row) for number, count in enumerate(counts) for row in range(count)]
+def _one_after_the_other(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((number, row) for number, count in enumerate(counts) for row in range(count))
 
 
 def _load_source(kind: DatasetKind, data: DataSource, source: SourceFields) -> LoadedSource:
     if source.arithmetic is not None:
         return _generated(kind, source.arithmetic)
-    raw = _read_split(source, source.split)[: source.max_samples]
-    train = _converted(kind, data, source, source.name, raw)
+    raw = _read_split(source, source.split)
+    train = _converted(kind, data, source, source.name, raw[: source.max_samples])
     if source.eval_share is not None:
         rows, held_out_rows = _share_held_out(train, source.eval_share)
         return LoadedSource(train, None, rows, held_out_rows)
@@ -114,7 +113,12 @@ def _load_source(kind: DatasetKind, data: DataSource, source: SourceFields) -> L
     if source.eval_path is not None or source.eval_split is not None:
         name = source.eval_path or source.name
         where = f"{name} ({source.eval_split})" if source.eval_split else name
-        held_out = _converted(kind, data, source, where, _read_held_out(source))
+        raw_held_out = _read_held_out(source)
+        if raw_held_out == raw:  # a copy, a loader that ignores `split`; equal names the settings model refuses
+            raise DataError(
+                f"data set {kind}: the held-out rows ({where}) are the training rows; set eval_share instead"
+            )
+        held_out = _converted(kind, data, source, where, raw_held_out)
     return LoadedSource(train, held_out, train.rows, held_out.rows if held_out else [])
 
 

@@ -7,7 +7,7 @@ import posixpath
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import fsspec
@@ -75,12 +75,18 @@ def _pick_split(url: str, content: Content, split: str | None) -> list[Row]:
         if split is not None:
             raise DataError(f"data file {url} has no splits, and {split} is asked for; leave the split out")
         return content
+    return content[_chosen_split(f"data file {url}", content, split)]
+
+
+def _chosen_split(where: str, splits: Iterable[str], split: str | None) -> str:
+    """The split that is asked for, else train, or the only one. Raises DataError, which starts with `where`."""
+    names = sorted(splits)
     if split is None:
-        split = "train" if "train" in content else next(iter(content)) if len(content) == 1 else None
-    if split not in content:
+        split = "train" if "train" in names else names[0] if len(names) == 1 else None
+    if split not in names:
         asked = f"no split {split}" if split else "several splits"
-        raise DataError(f"data file {url} has {asked}; set `split` to one of {', '.join(sorted(content))}")
-    return content[split]
+        raise DataError(f"{where} has {asked}; set `split` to one of {', '.join(names)}")
+    return split
 
 
 def _read_json(content: bytes) -> Content:
@@ -230,18 +236,24 @@ def hub_commit(name: str, revision: str | None) -> str:
 
 
 def read_hub(name: str, revision: str | None, subset: str | None, split: str | None) -> list[Row]:
-    """The rows of a data set on the hub, at the commit of `revision`. Scripts of data sets are not run."""
+    """The rows of a data set on the hub, at the commit of `revision`. Scripts of data sets are not run.
+
+    `split`: also a slice, as train[:10%]; None: `train`, or the only one. Raises DataError.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
         commit = hub_commit(name, revision)
-        loaded = datasets.load_dataset(name, subset, split=split or "train", revision=commit)
+        loaded = datasets.load_dataset(name, subset, split=split, revision=commit)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(f"hub data set {name} cannot be read: {_line(error)}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        split = _chosen_split(f"hub data set {name}", map(str, loaded), split)
+        loaded = loaded[split]
     rows = _arrow_rows(loaded.to_list())
     if not rows:
-        raise DataError(f"hub data set {name} has no rows in split {split or 'train'}; give another")
+        raise DataError(f"hub data set {name} has no rows in split {split}; give another")
     return rows
 
 

@@ -104,7 +104,8 @@ def test_a_loader_enters_the_key_by_its_content(planned, tmp_path: Path) -> None
 def test_every_part_of_a_mixture_is_fingerprinted_under_its_own_name(planned, tmp_path: Path) -> None:
     commit = "0123456789" * 4
     (tmp_path / "a.jsonl").write_text("{}")
-    parts = f"{{path: {tmp_path}/a.jsonl, eval_path: {tmp_path}/a.jsonl}}, {{hub: org/name, revision: '{commit}'}}"
+    path = f"{tmp_path}/a.jsonl"
+    parts = f"{{path: {path}, eval_path: {path}, eval_split: test}}, {{hub: org/name, revision: '{commit}'}}"
     node = planned("sft", f"data.sft={{sources: [{parts}, {{arithmetic: {{rows: 2}}}}]}}")
     prints = node.key.source["data"]
     assert set(prints) == {"sources.0.path", "sources.0.eval_path", "sources.1.hub", "sources.2.generator"}

@@ -19,6 +19,10 @@ configs:
   data_files: [{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]
 - config_name: words
   data_files: [{split: train, path: words.jsonl}]
+- config_name: poems
+  data_files: [{split: poems, path: words.jsonl}]
+- config_name: halves
+  data_files: [{split: first, path: words.jsonl}, {split: second, path: words.jsonl}]
 ---
 """
 REPOSITORIES = {
@@ -73,6 +77,9 @@ def test_splits_and_subsets_of_a_hub_data_set_and_what_it_does_not_have(hub: str
             ["org/name", "main", None, "test"],
             ["org/name", COMMIT, "words", None],
             ["org/name", "v1", None, None],
+            ["org/name", None, "poems", None],
+            ["org/name", None, "sums", "test[:1]"],
+            ["org/name", None, "halves", None],
             ["org/name", None, None, "dev"],
             ["org/name", None, "numbers", None],
             ["org/absent", None, None, None],
@@ -80,8 +87,10 @@ def test_splits_and_subsets_of_a_hub_data_set_and_what_it_does_not_have(hub: str
         ],
     )
     assert commit == COMMIT
-    assert results[:4] == [train, test, [{"text": "one"}], [{"text": "old"}]]
-    for message, said in zip(results[4:], ("dev", "numbers", "404", "scripts are no longer supported"), strict=True):
+    assert results[:5] == [train, test, [{"text": "one"}], [{"text": "old"}], [{"text": "one"}]]
+    assert results[5] == test
+    assert results[6] == "hub data set org/name has several splits; set `split` to one of first, second"
+    for message, said in zip(results[7:], ("dev", "numbers", "404", "scripts are no longer supported"), strict=True):
         assert message.startswith("hub data set org/")
         assert said in message
         assert "\n" not in message

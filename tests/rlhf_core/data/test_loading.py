@@ -25,10 +25,28 @@ def texts(letter, count):
 
 
 def test_max_samples_takes_the_first_rows_and_leaves_the_held_out_ones(write):
-    path = write("a.jsonl", texts("a", 5))
-    data = load_data("sft", DataSource(path=path, eval_path=path, max_samples=2))
+    paths = {"path": write("a.jsonl", texts("a", 5)), "eval_path": write("b.jsonl", texts("b", 5))}
+    data = load_data("sft", DataSource(**paths, max_samples=2))
     assert data.rows == texts("a", 2)
-    assert data.held_out == texts("a", 5)
+    assert data.held_out == texts("b", 5)
+
+
+LOADER = "def load_rows(split):\n    return [{'text': 'a'}, {'text': 'b'}]\n"
+
+
+def test_held_out_rows_that_are_the_training_rows_are_refused(tmp_path, write):
+    """What shows in the rows alone: the only split by its name, a copy, a loader that does not look at the split."""
+    (tmp_path / "only.json").write_text(json.dumps({"first": texts("a", 2)}))
+    (tmp_path / "loader.py").write_text(LOADER)
+    for source in (
+        DataSource(path=f"{tmp_path}/only.json", eval_split="first"),
+        DataSource(path=write("a.jsonl", texts("a", 2)), eval_path=write("b.jsonl", texts("a", 2)), max_samples=1),
+        DataSource(path=f"{tmp_path}/loader.py", eval_split="test"),
+    ):
+        with pytest.raises(
+            DataError, match=r"data set sft: the held-out rows \(.*\) are the training rows; set eval_sh"
+        ):
+            load_data("sft", source)
 
 
 def test_splits_of_one_source(tmp_path):
@@ -103,14 +121,24 @@ def test_sources_without_probabilities_come_one_after_the_other_each_in_its_shap
 def test_a_mixture_draws_as_datasets_does(counts, probabilities, seed):
     parts = [datasets.Dataset.from_list([{"s": s, "r": r} for r in range(count)]) for s, count in enumerate(counts)]
     wanted = datasets.interleave_datasets(parts, probabilities, seed=seed, stopping_strategy="all_exhausted")
-    assert interleaved(counts, probabilities, seed) == [(row["s"], row["r"]) for row in wanted]
+    assert list(interleaved(counts, probabilities, seed)) == [(row["s"], row["r"]) for row in wanted]
 
 
 def test_probabilities_that_are_rounded_are_as_good_as_exact_ones(write):
     parts = [{"path": write(f"{one}.jsonl", texts(one, 5)), "probability": 0.3333333} for one in "abc"]
     data = load_data("sft", DataSource.model_validate({"sources": parts}))
     assert {row["text"][0] for row in data.rows} == set("abc")
-    assert interleaved([5] * 3, [0.3333333] * 3, 0) == interleaved([5] * 3, [1 / 3] * 3, 0)
+    assert list(interleaved([5] * 3, [0.3333333] * 3, 0)) == list(interleaved([5] * 3, [1 / 3] * 3, 0))
+
+
+def test_max_samples_ends_the_drawing_however_rare_a_source_is(write):
+    """Without it this one would draw about 10^9 times before the second source is gone through."""
+    parts = [
+        {"path": write(f"{one}.jsonl", texts(one, 2)), "probability": p} for one, p in (("a", 1 - 1e-9), ("b", 1e-9))
+    ]
+    data = load_data("sft", DataSource.model_validate({"sources": parts, "max_samples": 5}))
+    assert [row["text"] for row in data.rows] == ["a0", "a1", "a0", "a1", "a0"]
+    assert data.taken == [5, 0]
 
 
 def test_a_mixture_of_files_is_drawn_from_its_seed(write):
@@ -121,7 +149,7 @@ def test_a_mixture_of_files_is_drawn_from_its_seed(write):
         return load_data("sft", DataSource.model_validate({"sources": parts, **more}))
 
     data = mixed()
-    order = interleaved([4, 60], [0.25, 0.75], 0)
+    order = list(interleaved([4, 60], [0.25, 0.75], 0))
     assert data.rows == [{"text": f"{'ab'[source]}{row}"} for source, row in order]
     assert data.taken == [sum(source == which for source, _ in order) for which in (0, 1)]
     assert {row["text"] for row in data.rows} == {row["text"] for row in texts("a", 4) + texts("b", 60)}
@@ -148,14 +176,15 @@ def test_a_bad_row_is_refused_with_its_number(write):
 
 
 def test_bad_rows_are_dropped_and_counted_by_reason_where_asked_for(write):
-    path = write("a.jsonl", ROWS)
-    data = load_data("sft", DataSource(path=path, eval_path=path, on_bad_row="drop"))
+    # The first row twice: the held-out rows are others than the training rows, and are dropped alike.
+    source = DataSource(path=write("a.jsonl", ROWS), eval_path=write("b.jsonl", ROWS + ROWS[:1]), on_bad_row="drop")
+    data = load_data("sft", source)
     dropped = {"column response is not text": Dropped(2, 2), "nothing in column prompt": Dropped(1, 3)}
-    (source,) = data.sources
-    assert source.held_out is not None
-    assert (data.rows, data.held_out) == (ROWS[:1], ROWS[:1])
-    assert source.train.dropped == source.held_out.dropped == dropped
-    assert source.train.read == 4
+    (loaded,) = data.sources
+    assert loaded.held_out is not None
+    assert (data.rows, data.held_out) == (ROWS[:1], ROWS[:1] * 2)
+    assert loaded.train.dropped == loaded.held_out.dropped == dropped
+    assert (loaded.train.read, loaded.held_out.read) == (4, 5)
 
 
 def test_pairs_of_equal_responses_are_always_dropped_and_counted(write):
