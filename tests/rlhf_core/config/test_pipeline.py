@@ -103,6 +103,7 @@ LABELLED = "data.labelled={path: x.jsonl}"
         (["rm=null"], "ppo.reward.rm is 0.2, and there is no section rm that makes the reward model; add it"),
         (["rm=null", "ppo.reward={exact: 1}", "ppo.critic.init=rm"], "ppo.critic.init is rm, and there is no section"),
         (["ppo.reward.prm=0.3"], "ppo.reward.prm is 0.3, and there is no section prm that makes the process reward"),
+        (["ppo.algorithm.steps.coef=0.3"], "ppo.algorithm.steps.coef is 0.3, and there is no section prm that makes"),
         (["sft=null", "rm=null", "ppo=null"], "evaluate has no policy to sample from; add one of sft, dpo, kto, ppo"),
         (["data.sft=null"], "sft needs data.sft; give it a path, or leave sft out"),
         (["data.pairs=null"], "rm needs data.pairs"),
