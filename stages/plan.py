@@ -105,6 +105,6 @@ def _ppo_inputs(ppo: PpoSettings) -> dict[str, str]:
     inputs = {"policy": ppo.policy, "prompts": "data-prompts", "eval": "data-eval"}
     if ppo.needs_reward_model:
         inputs["reward"] = "rm"
-    if ppo.reward.prm:
+    if ppo.needs_process_model:
         inputs["process"] = "prm"
     return inputs

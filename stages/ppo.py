@@ -1,4 +1,4 @@
-"""ppo: PPO of a policy, with a critic, a KL penalty against the policy it starts from, and a mix of rewards."""
+"""ppo: reinforcement learning of a policy, by PPO or another algorithm, on a mix of rewards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -77,6 +77,7 @@ def _train(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what was measured, facts of the exported model's tokenizer)."""
     from rlhf_core.cluster.session import ray_session
+    from rlhf_core.rollout.reward_sources import RewardSources
     from rlhf_core.rollout.start import start_sampler, wait_for_sampler
     from rlhf_core.training.rank import start_trainers
     from rlhf_core.training.rl_loop import RL_TRAINER, PpoRun
@@ -84,7 +85,9 @@ def _train(
     settings: PpoSettings = context.settings
     cluster, events, job = context.run.cluster, context.events, context.job()
     events.phase("starting ranks and sampler")
-    with ray_session(cluster, actors=settings.trainer.ranks + 1), ExitStack() as groups:
+    with ExitStack() as groups:
+        sources = groups.enter_context(RewardSources(settings.reward, Path(job.scratch)))
+        groups.enter_context(ray_session(cluster, actors=settings.trainer.ranks + 1))
         # The sampler starts while the trainers do.
         policy = context.inputs["policy"] / "model"
         sampler, starting = start_sampler(policy, settings.sampler, events=events.path, cluster=cluster)
@@ -101,6 +104,7 @@ def _train(
             prompts=prompts,
             eval_prompts=eval_prompts,
             mix=mix,
+            sources=sources,
             history=history,
             store=context.store,
             lease=context.lease,
@@ -124,8 +128,9 @@ def _write_plots(files: Path, history: History) -> None:
     }
     measured = {label: curve for label, curve in rewards.items() if curve[0]}
     plot_curves(files / "plots" / "reward.png", "PPO: reward of the rollouts", measured)
-    title = "PPO: KL from the policy it started from, per token"
-    plot_curves(files / "plots" / "kl.png", title, {"k1": history.curve("kl")})
+    title = "PPO: KL from the reference, per token"
+    curves = {"k1": history.curve("kl"), "sampler against trainer, k3": history.curve("mismatch/kl")}
+    plot_curves(files / "plots" / "kl.png", title, {label: curve for label, curve in curves.items() if curve[0]})
 
 
 def _summary(measured: dict[str, Any]) -> str:
@@ -147,7 +152,7 @@ def _summary(measured: dict[str, Any]) -> str:
     )
 
 
-PPO = Stage(name="ppo", version=2, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
+PPO = Stage(name="ppo", version=3, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
 
 if __name__ == "__main__":
     from stages.runner import main

@@ -128,9 +128,11 @@ class PipelineSettings(Settings):
             raise ValueError(
                 f"{setting}, and there is no section rm that makes the reward model; add it, or change that"
             )
-        if ppo.reward.prm and self.prm is None:
+        if ppo.needs_process_model and self.prm is None:
+            prm, steps = ppo.reward.prm, ppo.algorithm.steps.coef
+            setting = f"ppo.reward.prm is {prm}" if prm else f"ppo.algorithm.steps.coef is {steps}"
             raise ValueError(
-                f"ppo.reward.prm is {ppo.reward.prm}, and there is no section prm that makes the process reward "
+                f"{setting}, and there is no section prm that makes the process reward "
                 f"model; add it, or set the weight to 0"
             )
         return self

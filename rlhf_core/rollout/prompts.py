@@ -61,8 +61,10 @@ def rollout_requests(
     seed: int,
     step: int,
     stop_token_id: int,
+    first_group: int = 0,
 ) -> list[SampleRequest]:
-    """samples_per_prompt requests a prompt, in order. A sample's id is its place in the rollout."""
+    """samples_per_prompt requests a prompt, in order. A sample's id is its place in the rollout, of which these prompts
+    are the groups from `first_group` on."""
     return [
         SampleRequest(
             sample_id=group * samples_per_prompt + k,
@@ -73,7 +75,7 @@ def rollout_requests(
             seed=sample_seed(seed, step, prompt.prompt_id, group * samples_per_prompt + k),
             stop_token_ids=(stop_token_id,),
         )
-        for group, prompt in enumerate(prompts)
+        for group, prompt in enumerate(prompts, start=first_group)
         for k in range(samples_per_prompt)
     ]
 

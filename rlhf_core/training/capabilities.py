@@ -78,11 +78,10 @@ def check_combination(settings: Any) -> None:
 
 
 def check_plain_ranks(trainer: TrainerSettings, stage: str) -> None:
-    """Raises SettingsError for what a stage lacks whose rows are padded and whose ranks all see different samples."""
+    """Raises SettingsError for what a stage lacks whose ranks all see different samples."""
     for name, given, plain in (
         ("tensor_parallel", trainer.tensor_parallel, 1),
         ("sequence_parallel", trainer.sequence_parallel, 1),
-        ("packing", trainer.packing, False),
     ):
         if given != plain:
             raise SettingsError(f"{stage}.trainer.{name} {given} is for supervised stages; set it to {plain}".lower())

@@ -1,27 +1,41 @@
-"""PPO's trainer, one rank of it: policy, critic, reference and reward models in one process. rl_loop.py drives them."""
+"""RL's trainer, one rank of it: policy, critic, reference and reward models in one process. rl_loop.py drives them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from rlhf_core.algorithms.kl import adapted_coefficient
 from rlhf_core.algorithms.process_reward import right_probability
+from rlhf_core.algorithms.segments import last_in_segment
 from rlhf_core.config.rl import PpoSettings
-from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, rank_slice
+from rlhf_core.data.batches import SampleOrder, chunks
+from rlhf_core.data.layout import MicroBatch, make_batch
+from rlhf_core.data.samples import Item, Sample
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.process_scorer import ProcessScorer, load_process_scorer
-from rlhf_core.models.scorer import Scorer, last_token_scores, load_scorer
+from rlhf_core.models.scorer import Scorer, load_scorer
 from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
 from rlhf_core.rollout.step_scores import judged_ids
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
+from rlhf_core.training.batch_views import model_inputs
 from rlhf_core.training.engine import TORCH_DTYPE, StepResult, TrainEngine, gathered, means
-from rlhf_core.training.experience import Experience, Scored, build_experience, experience_batch, kl_per_token
+from rlhf_core.training.experience import Graded, Judgement, Scored, build_experience, trajectory_kl
+from rlhf_core.training.objective import Batch
+from rlhf_core.training.parameters import bare_name
 from rlhf_core.training.rank import Job, TrainerRank
-from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
+from rlhf_core.training.rl_batches import by_item, experience_batches, rollout_layout, trajectory_item
+from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective
+from rlhf_core.training.rl_state import RlState
+
+_REFERENCE = "reference.safetensors"
 
 
 class RlTrainer(TrainerRank):
@@ -30,95 +44,155 @@ class RlTrainer(TrainerRank):
     def __init__(self, rank: int, ranks: int, job: Job):
         super().__init__(rank, ranks, job)
         self.settings: PpoSettings = job.settings
+        self.layout = rollout_layout(self.settings)
 
     def load(self) -> None:
-        """Loads policy, critic and reference from the input artifact `policy`, or the critic from `reward`; and the
-        reward model `reward` and the process reward model `process` where the job has them."""
+        """Loads what the settings need of: policy, and reference, from the input artifact `policy`; the critic from it
+        or from `reward`; the reward model `reward` and the process reward model `process`."""
         job, settings = self.job, self.settings
         torch.manual_seed(settings.seed + self.rank)
         policy_dir = job.input_path("policy") / "model"
         self.tokenizer = load_tokenizer(policy_dir)
-        updates = (
-            settings.epochs * settings.rollout.prompts * settings.rollout.samples_per_prompt // settings.batch_size
-        )
+        updates = settings.epochs * settings.rollout.trajectories // settings.batch_size
         self.policy = self._engine(
             lambda: self._policy_module(policy_dir),
             settings.optimizer,
-            updates * (settings.steps - settings.critic.warmup_steps),
+            updates * (settings.steps - settings.warmup_steps),
         )
-        critic_dir = job.input_path("reward") / "model" if settings.critic_init == "rm" else policy_dir
-        self.critic = self._engine(
-            lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
-        )
-        self.reference = self._engine(lambda: self._policy_module(policy_dir), None, 0)
+        self.critic: TrainEngine | None = None
+        if settings.critic is not None:
+            critic_dir = job.input_path("reward") / "model" if settings.critic_init == "rm" else policy_dir
+            self.critic = self._engine(
+                lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
+            )
+        self.reference: TrainEngine | None = None
+        if settings.algorithm.kl.coef:
+            self.reference = self._engine(lambda: self._policy_module(policy_dir), None, 0)
         self.reward = self._frozen("reward", self._scorer_module)
         self.process = self._frozen("process", self._process_module)
-        self.policy_objective = PolicyObjective(settings.algorithm, settings.rollout.temperature)
+        self.state = RlState(settings.algorithm.kl.coef)
         self.value_objective = ValueObjective(settings.algorithm)
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Scored]:
-        """This rank's trajectories as the models see them; forward passes only."""
-        scored: list[Scored] = []
-        for part in chunks(trajectories, self.settings.trainer.micro_batch_size):
-            inputs = model_inputs([_token_row(t) for t in part], self.tokenizer.pad_token_id)
-            temperature = self.settings.rollout.temperature
-            logprobs = self.policy.infer(**inputs, temperature=temperature).cpu()
-            reference = self.reference.infer(**inputs, temperature=temperature).cpu()
-            values = state_values(self.critic.infer(**inputs)).cpu()
-            rewards = self._reward_scores(inputs)
-            steps = self._step_scores(part)
-            for number, t in enumerate(part):
-                span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.response_ids))
-                scored.append(
-                    Scored(
-                        prompt_ids=t.prompt_ids,
-                        response_ids=t.response_ids,
-                        action_mask=t.action_mask,
-                        logprobs=logprobs[number, span].numpy(),
-                        ref_logprobs=reference[number, span].numpy(),
-                        values=values[number, span].numpy(),
-                        reward_score=rewards[number],
-                        step_scores=steps[number],
-                    )
+    # -- forward passes --------------------------------------------------------------------------------------------
+
+    def judge(self, trajectories: Sequence[Trajectory], micro_batches: Sequence[MicroBatch]) -> list[Judgement]:
+        """What the models of rewards say of this rank's trajectories. micro_batches: as in rl_batches.Share."""
+        items = [_item(t) for t in trajectories]
+        found: dict[int, Judgement] = {}
+        for micro in micro_batches:
+            batch, numbers = self._batch(items, micro), _numbers(micro)
+            scores = self._reward_scores(batch)
+            steps = self._step_scores([trajectories[number] for number in numbers or [0]], micro)
+            for number, score, (probabilities, ends) in zip(numbers, scores, steps, strict=False):
+                found[number] = Judgement(score, probabilities, ends)
+        return [found[number] for number in sorted(found)]
+
+    def score(self, trajectories: Sequence[Trajectory], micro_batches: Sequence[MicroBatch]) -> list[Scored]:
+        """This rank's trajectories as policy, reference and critic see them."""
+        items = [_item(t) for t in trajectories]
+        temperature = self.settings.rollout.temperature
+        found: dict[int, Scored] = {}
+        for micro in micro_batches:
+            batch = self._batch(items, micro)
+            inputs = model_inputs(batch)
+            logprobs, entropy = self.policy.infer(**inputs, temperature=temperature, entropy=True).cpu()
+            reference = values = None
+            if self.reference is not None:
+                reference = by_item(self.reference.infer(**inputs, temperature=temperature).cpu(), batch)
+            if self.critic is not None:
+                values = by_item(self.critic.infer(**inputs).cpu(), batch)
+            both = zip(by_item(logprobs, batch), by_item(entropy, batch), strict=True)
+            for at, (number, (own, entropies)) in enumerate(zip(_numbers(micro), both, strict=False)):
+                t = trajectories[number]
+                start = len(t.prompt_ids)
+                found[number] = Scored(
+                    prompt_ids=t.prompt_ids,
+                    response_ids=t.response_ids,
+                    action_mask=t.action_mask,
+                    sampler_logprobs=t.sampler_logprobs,
+                    logprobs=own[start:].numpy(),
+                    entropy=entropies[start:].numpy(),
+                    ref_logprobs=None if reference is None else reference[at][start:].numpy(),
+                    # The value of the state in which a token is chosen is the score at the token before it.
+                    values=None if values is None else values[at][start - 1 : -1].numpy(),
+                    final_value=0.0 if values is None else float(values[at][-1]),
                 )
-        return scored
+        return [found[number] for number in sorted(found)]
 
-    def _reward_scores(self, inputs: dict[str, torch.Tensor]) -> list[float]:
-        """The reward model's raw score of each row, NaN without one."""
+    def _batch(self, items: Sequence[Item], micro: MicroBatch) -> Batch:
+        return make_batch(items, micro, self.layout, self.tokenizer.pad_token_id)
+
+    def _reward_scores(self, batch: Batch) -> list[float]:
+        """The reward model's raw score of each item, NaN without one."""
+        samples = len(batch["real"])
         if self.reward is None:
-            return [math.nan] * len(inputs["input_ids"])
-        return last_token_scores(self.reward.infer(**inputs).cpu(), inputs["attention_mask"]).tolist()
+            return [math.nan] * samples
+        scores = self.reward.infer(**model_inputs(batch)).cpu()
+        return last_in_segment(scores, batch["segments"], samples).tolist()
 
-    def _step_scores(self, part: Sequence[Trajectory]) -> list[np.ndarray] | list[None]:
-        """For each trajectory the probabilities that its steps are right, None without a process reward model."""
+    def _step_scores(
+        self, part: Sequence[Trajectory], micro: MicroBatch
+    ) -> list[tuple[np.ndarray | None, tuple[int, ...]]]:
+        """For each trajectory of a micro-batch the probabilities that its steps are right, and the steps' ends."""
         if self.process is None:
-            return [None] * len(part)
+            return [(None, ())] * len(part)
         judged = [judged_ids(trajectory, self.tokenizer, self.process.module.tokens) for trajectory in part]
-        inputs = model_inputs([ids.tolist() for ids, _ in judged], self.tokenizer.pad_token_id)
-        probabilities = right_probability(self.process.infer(**inputs)).cpu()
-        return [probabilities[number, places].numpy() for number, (_, places) in enumerate(judged)]
+        items = [Item((Sample(ids.astype(np.int32), np.zeros(len(ids), np.float32)),)) for ids, _ in judged]
+        numbers = iter(range(len(items)))
+        batch = self._batch(items, [[next(numbers) for _ in row] for row in micro])
+        probabilities = by_item(right_probability(self.process.infer(**model_inputs(batch))).cpu(), batch)
+        return [
+            # Before the k-th placeholder, counted from 0, stand the prompt and k placeholders.
+            (own[places].numpy(), tuple(at - k - 1 - len(t.prompt_ids) for k, at in enumerate(places)))
+            for own, (_, places), t in zip(probabilities, judged, part, strict=True)
+        ]
 
-    def train(self, step: int, rewards: Sequence[float], *shards: list[Scored]) -> dict[str, float]:
-        """All passes over a rollout. `shards` are every rank's `score`, `rewards` one for each trajectory in order.
+    # -- training --------------------------------------------------------------------------------------------------
 
-        The cut into optimizer steps is a function of (seed, step, epoch) over all trajectories, whatever the ranks.
-        Returns metrics of the whole rollout; loss, gradient norm and learning rate are means over optimizer steps.
+    def train(
+        self, step: int, graded: Sequence[Graded], numbers: Sequence[Sequence[int]], *shards: list[Scored]
+    ) -> dict[str, float]:
+        """All passes over a rollout. `shards` are every rank's `score`, `numbers` those of its trajectories in the
+        rollout, `graded` one for each trajectory in order.
+
+        The cut into optimizer steps is a function of (seed, step, epoch) over all trajectories, whatever the ranks; the
+        last may be smaller. Returns metrics of the whole rollout; loss, gradient norm and learning rate are means over
+        optimizer steps.
         """
-        scored = [trajectory for shard in shards for trajectory in shard]
-        experience = build_experience(scored, rewards, self.settings.algorithm)
-        order = SampleOrder(len(scored), _order_seed(self.settings.seed, step))
-        trains_policy = step > self.settings.critic.warmup_steps
+        settings, algorithm = self.settings, self.settings.algorithm
+        scored = _in_order(numbers, shards)
+        self.state = replace(self.state, rewards=self.state.rewards.updated([one.reward for one in graded]))
+        new_tokens = settings.rollout.max_new_tokens
+        experience = build_experience(scored, graded, algorithm, self.state, new_tokens)
+        temperature = settings.rollout.temperature
+        policy_objective = PolicyObjective(algorithm, temperature, self.state.kl_coef, new_tokens)
+        order = SampleOrder(len(scored), _order_seed(settings.seed, step))
         results: dict[str, list[StepResult]] = {"critic": [], "policy": []}
-        for epoch in range(self.settings.epochs):
-            for ids in chunks(order.ids(epoch * len(scored), len(scored)), self.settings.batch_size):
-                batches = self._micro_batches(experience, ids)
-                results["critic"].append(self.critic.step(batches, self.value_objective))
-                if trains_policy:
-                    results["policy"].append(self.policy.step(batches, self.policy_objective))
-        summary = {"kl": kl_per_token(scored)}
+        for epoch in range(settings.epochs):
+            for ids in chunks(order.ids(epoch * len(scored), len(scored)), settings.batch_size):
+                pad = self.tokenizer.pad_token_id
+                batches = experience_batches(experience, ids, self.layout, self.rank, pad)
+                if self.critic is not None:
+                    results["critic"].append(self.critic.step(batches, self.value_objective))
+                if step > settings.warmup_steps:
+                    results["policy"].append(self.policy.step(batches, policy_objective))
+        summary = {**experience.metrics, "kl/coef": self.state.kl_coef}
         for role, steps in results.items():
             summary |= {f"{role}/{name}": value for name, value in over_steps(steps).items()}
+        self._after(step, scored)
         return summary
+
+    def _after(self, step: int, scored: Sequence[Scored]) -> None:
+        """Moves the KL coefficient and the reference, where that is set."""
+        kl = self.settings.algorithm.kl
+        if kl.target is not None:
+            coef = adapted_coefficient(
+                self.state.kl_coef, trajectory_kl(scored), target=kl.target, horizon=kl.horizon, samples=len(scored)
+            )
+            self.state = replace(self.state, kl_coef=coef)
+        if self.reference is not None and kl.refresh_steps is not None and step % kl.refresh_steps == 0:
+            _copy_into(self.reference, self.policy.full_parameters())
+            self.state = replace(self.state, reference_step=step)
 
     def write_weights(self, directory: str, version: int) -> str | None:
         """The policy's weights as a transfer; the path of its index on rank 0. Every rank has to call this."""
@@ -138,16 +212,22 @@ class RlTrainer(TrainerRank):
 
     def _save(self, directory: Path) -> None:
         self.policy.save(directory / "policy")
-        self.critic.save(directory / "critic")
+        if self.critic is not None:
+            self.critic.save(directory / "critic")
+        if self.reference is not None and self.state.reference_step:
+            weights = {name: tensor.clone() for name, tensor in self.reference.full_parameters() if self.rank == 0}
+            if self.rank == 0:
+                save_file(weights, directory / _REFERENCE)
+        if self.rank == 0:
+            self.state.save(directory)
 
     def _restore(self, directory: Path) -> None:
         self.policy.load(directory / "policy")
-        self.critic.load(directory / "critic")
-
-    def _micro_batches(self, experience: Experience, ids: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        mine = rank_slice(ids, self.rank, self.ranks)
-        size = self.settings.trainer.micro_batch_size
-        return [experience_batch(experience, part, self.tokenizer.pad_token_id) for part in chunks(mine, size)]
+        if self.critic is not None:
+            self.critic.load(directory / "critic")
+        self.state = RlState.load(directory)
+        if self.reference is not None and self.state.reference_step:
+            _copy_into(self.reference, load_file(directory / _REFERENCE).items())
 
     def _engine(self, build: Callable[[], torch.nn.Module], optimizer: Any, total_steps: int) -> TrainEngine:
         return TrainEngine(
@@ -199,8 +279,29 @@ def over_steps(steps: Sequence[StepResult]) -> dict[str, float]:
     return {**each, **means(*(step.metrics for step in steps))}
 
 
-def _token_row(trajectory: Trajectory) -> list[int]:
-    return np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).tolist()
+def _item(trajectory: Trajectory) -> Item:
+    return trajectory_item(trajectory.prompt_ids, trajectory.response_ids, trajectory.action_mask)
+
+
+def _numbers(micro: MicroBatch) -> list[int]:
+    """Of the items of a micro-batch, in the order in which they lie there."""
+    return [number for row in micro for number in row]
+
+
+def _in_order(numbers: Sequence[Sequence[int]], shards: Sequence[Sequence[Scored]]) -> list[Scored]:
+    """Every rank's trajectories in the order of the rollout."""
+    found = {
+        number: one for own, shard in zip(numbers, shards, strict=True) for number, one in zip(own, shard, strict=False)
+    }
+    return [found[number] for number in range(len(found))]
+
+
+def _copy_into(engine: TrainEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Sets the parameters of a frozen model by name. Every rank calls this."""
+    parameters = {bare_name(name): parameter for name, parameter in engine.module.named_parameters()}
+    for name, tensor in weights:
+        with gathered([parameters[name]], engine.zero_stage, modifier_rank=0), torch.no_grad():
+            parameters[name].copy_(tensor)
 
 
 def _order_seed(seed: int, step: int) -> int:

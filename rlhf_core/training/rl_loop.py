@@ -1,8 +1,8 @@
-"""PPO's loop: sample, score, reward, train, send the weights. The driver of one trainer group and one sampler."""
+"""RL's loop: sample, reward, score, train, send the weights. The driver of one trainer group and one sampler."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,26 +10,47 @@ import numpy as np
 
 from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.rl import PpoSettings
-from rlhf_core.data.batches import SampleOrder, rank_slice
+from rlhf_core.data.batches import SampleOrder
+from rlhf_core.rollout.evaluation import sampled_metrics
+from rlhf_core.rollout.outcomes import Response
 from rlhf_core.rollout.prompts import Prompt, completion_text, greedy_requests, rollout_requests
+from rlhf_core.rollout.reward_sources import RewardSources, settle
 from rlhf_core.rollout.rewards import RewardMix, solution_verdict
 from rlhf_core.rollout.sample import Sample
 from rlhf_core.rollout.trajectory import Trajectory, single_turn
 from rlhf_core.rollout.verifiers import exact
 from rlhf_core.rollout.weight_transfer import transfer_directory
+from rlhf_core.store.checkpoints import best_complete, newest_complete
 from rlhf_core.store.leases import Lease
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
-from rlhf_core.training.experience import Scored
-from rlhf_core.training.progress import finish_checkpoint, resume_point
+from rlhf_core.training.experience import Graded, Judgement
+from rlhf_core.training.progress import finish_checkpoint, restore, resume_point
 from rlhf_core.training.rank import Job
+from rlhf_core.training.rl_batches import Share, rollout_layout, shares
 
 RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
 
 
+@dataclass(frozen=True)
+class Rewarded:
+    """A sampled response and all that is known of it before training.
+
+    values: of each source, as it is weighted. reward: their weighted sum. score: the same of what sources call their
+    scores, by which groups are filtered.
+    """
+
+    trajectory: Trajectory
+    prompt: Prompt
+    text: str
+    graded: Graded
+    values: dict[str, float]
+    score: float
+
+
 @dataclass
 class PpoRun:
-    """One run of PPO in exact mode: a step is a function of the weights before it, the seed and its number.
+    """One run in exact mode: a step is a function of the weights before it, the seed, its number and the prompts drawn.
 
     What moves whole checkpoints (restoring, saving) may take start_timeout_s; a step's parts, step_timeout_s each.
     """
@@ -41,10 +62,12 @@ class PpoRun:
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     mix: RewardMix
+    sources: RewardSources
     history: History
     store: Store
     lease: Lease
     start_timeout_s: float
+    _drawn: int = field(default=0, init=False)  # prompts so far: the position in their order
 
     @cached_property
     def _order(self) -> SampleOrder:
@@ -55,25 +78,37 @@ class PpoRun:
         return self.job.settings
 
     def run(self) -> dict[str, Any]:
-        """All steps, from the newest complete training checkpoint. Returns what was measured first and last."""
+        """All steps, from the newest complete training checkpoint. Returns what was measured first and last.
+
+        With `best_metric` the ranks end with the weights of the best evaluation.
+        """
         settings, events = self.settings, self.history.events
-        start = resume_point(self.trainers, self.job, self.store, self.history, timeout_s=self.start_timeout_s)
+        start = self._resume()
         self._send_weights(start)
         if start == 0:
             self._evaluate(0)
         events.phase("training")
         for step in range(start + 1, settings.steps + 1):
             self.history.add(step, self._step(step))
-            last = step == settings.steps
-            if last or (settings.eval_steps and step % settings.eval_steps == 0):
-                self._evaluate(step)
+            metric = None
+            if step == settings.steps or (settings.eval_steps and step % settings.eval_steps == 0):
+                metric = self._evaluate(step)
             events.progress(step, settings.steps, "training")
-            if settings.trainer.saves_at(step, settings.steps):
-                self._checkpoint(step)
-        return self._measured()
+            if settings.trainer.saves_at(step, settings.steps) or self._improved(step):
+                self._checkpoint(step, metric)
+        return {**self._measured(), "exported_step": self._restore_best()}
 
-    def _checkpoint(self, step: int) -> None:
-        trainer = self.settings.trainer
+    # -- training checkpoints --------------------------------------------------------------------------------------
+
+    def _resume(self) -> int:
+        start = resume_point(self.trainers, self.job, self.store, self.history, timeout_s=self.start_timeout_s)
+        if start:
+            checkpoint, _ = newest_complete(self.store, self.job.stage, self.job.key)
+            assert checkpoint is not None  # only the lease's holder removes one
+            self._drawn = checkpoint.extra["prompts_drawn"]
+        return start
+
+    def _checkpoint(self, step: int, metric: float | None) -> None:
         finish_checkpoint(
             self.trainers,
             self.job,
@@ -81,53 +116,124 @@ class PpoRun:
             self.lease,
             self.history,
             step,
-            trainer,
+            self.settings.trainer,
             timeout_s=self.start_timeout_s,
+            extra={"prompts_drawn": self._drawn},
+            metric=metric,
+            better="higher",
         )
+
+    def _improved(self, step: int) -> bool:
+        """Whether the evaluation at `step`, if there was one, is better than each before it but the first, of step 0:
+        the weights that training started from are no result of this stage."""
+        if self.settings.best_metric is None:
+            return False
+        steps, values = self.history.curve(self.settings.best_metric, "eval")
+        trained = [value for at, value in zip(steps, values, strict=True) if at]
+        return bool(trained) and steps[-1] == step and all(trained[-1] > before for before in trained[:-1])
+
+    def _restore_best(self) -> int:
+        """The step whose weights the ranks now hold: that of the best evaluation, or the last."""
+        last = self.settings.steps
+        if self.settings.best_metric is None:
+            return last
+        best = best_complete(self.store, self.job.stage, self.job.key, "higher")
+        if best is None or best.step == last:
+            return last
+        self.history.events.write("phase", name="best", step=best.step)
+        restore(self.trainers, self.job, self.store, best, timeout_s=self.start_timeout_s)
+        return best.step
+
+    # -- a step ----------------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> dict[str, float]:
         """One rollout and the passes over it; leaves the sampler with the new weights."""
-        limit = self.settings.trainer.step_timeout_s
         clock = _Clock()
-        trajectories, texts, labels = self._rollout(step)
-        clock.lap("rollout")
-        ranks = self.trainers.size
-        shards = [rank_slice(range(len(trajectories)), rank, ranks) for rank in range(ranks)]
-        scoring = self.trainers.start("score", per_rank=[([trajectories[i] for i in shard],) for shard in shards])
-        scored = [one for shard in self.trainers.wait(scoring, "score", timeout_s=limit) for one in shard]
-        sources = [
-            {**self._judged(one), "exact": exact(text, label)}
-            for one, text, label in zip(scored, texts, labels, strict=True)
-        ]
-        rewards = self.mix.totals(sources)
+        rollout, about = self._rollout(step, clock)
+        trajectories = [one.trajectory for one in rollout]
+        dealt = self._dealt(trajectories)
+        scoring = self._start("score", trajectories, dealt)
+        scored = self._gathered("score", scoring, dealt)
         clock.lap("score")
         # The references go to the ranks, not the arrays: Ray hands those over through shared memory.
-        trained = self.trainers.call("train", step, rewards, *scoring, timeout_s=limit)[0]
+        graded = [one.graded for one in rollout]
+        numbers = [share.numbers for share in dealt]
+        trained = self._call("train", step, graded, numbers, *scoring)[0]
         clock.lap("train")
         self._send_weights(step)
         clock.lap("transfer")
-        self._show_sample(step, trajectories[0].prompt_id, texts[0], rewards[0], scored[0].step_scores)
+        self._show_sample(step, rollout[0])
         return {
-            **_rollout_metrics(trajectories, [self.mix.values(one) for one in sources], rewards),
-            **_step_metrics(scored),
+            **_rollout_metrics(rollout),
+            **about,
             **_parity(trajectories, [one.logprobs for one in scored]),
             **trained,
             **clock.laps,
         }
 
-    def _judged(self, scored: Scored) -> dict[str, float]:
-        """What the models of rewards gave: those that this run has."""
-        judged: dict[str, float] = {}
-        if "reward" in self.job.manifests:
-            judged["rm"] = scored.reward_score
-        if scored.step_scores is not None:
-            judged["prm"] = solution_verdict(scored.step_scores.tolist(), self.settings.reward.prm_aggregate)
-        return judged
+    def _rollout(self, step: int, clock: "_Clock") -> tuple[list[Rewarded], dict[str, float]]:
+        """The step's responses, group by group, and metrics of how they came about.
 
-    def _rollout(self, step: int) -> tuple[list[Trajectory], list[str], list[str]]:
-        """Trajectories of the step's prompts, their texts and labels."""
+        With dynamic sampling groups without spread are replaced by those of further prompts while rounds are left; then
+        they fill up what is missing, in the order in which they were drawn.
+        """
+        rollout, dynamic = self.settings.rollout, self.settings.algorithm.dynamic_sampling
+        kept: list[list[Rewarded]] = []
+        flat: list[list[Rewarded]] = []
+        asked, rounds, about = 0, 0, _Means()
+        while len(kept) < rollout.prompts and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
+            missing = rollout.prompts - len(kept)
+            groups, metrics = self._groups(step, missing, asked, clock)
+            about.add(metrics)
+            asked, rounds = asked + missing, rounds + 1
+            for group in groups:
+                (kept if not dynamic.enabled or _spread(group) > dynamic.min_spread else flat).append(group)
+        filled = flat[: rollout.prompts - len(kept)]
+        if not kept and not filled:
+            raise ValueError(f"step {step}: no response of the rollout's {asked} groups could be scored")
+        metrics = about.values
+        if dynamic.enabled:
+            metrics |= {
+                "dynamic_sampling/rounds": rounds,
+                "dynamic_sampling/groups": asked,
+                "dynamic_sampling/without_spread": len(flat) / asked,
+                "dynamic_sampling/filled": len(filled),
+            }
+        return [one for group in [*kept, *filled] for one in group], metrics
+
+    def _groups(
+        self, step: int, count: int, first_group: int, clock: "_Clock"
+    ) -> tuple[list[list[Rewarded]], dict[str, float]]:
+        """The responses to the next `count` prompts, in groups; those of which one could not be scored are left out."""
+        trajectories, prompts = self._sampled(step, count, first_group)
+        texts = [completion_text(self.tokenizer, t.response_ids.tolist()) for t in trajectories]
+        clock.lap("rollout")
+        waiting = self.sources.start([self._response(*one) for one in zip(trajectories, prompts, texts, strict=True)])
+        judged = self._judged(trajectories)
+        settled = settle(waiting(), [t.group_id for t in trajectories], self.settings.reward)
+        clock.lap("reward")
+        groups: dict[int, list[Rewarded]] = {}
+        for number, (t, prompt, text, judgement) in enumerate(zip(trajectories, prompts, texts, judged, strict=True)):
+            if not settled.kept[number]:
+                continue
+            models = self._model_values(judgement)
+            values, scores = ({**models, **one[number]} for one in (settled.values, settled.scores))
+            graded = Graded(
+                reward=self.mix.total(values),
+                group=t.group_id,
+                truncated=t.finish_reason == "length",
+                step_scores=() if judgement.step_scores is None else tuple(judgement.step_scores.tolist()),
+                step_ends=judgement.step_ends,
+            )
+            one = Rewarded(t, prompt, text, graded, self.mix.values(values), self.mix.total(scores))
+            groups.setdefault(t.group_id, []).append(one)
+        return list(groups.values()), {**settled.metrics, **_step_metrics(judged)}
+
+    def _sampled(self, step: int, count: int, first_group: int) -> tuple[list[Trajectory], list[Prompt]]:
+        """Trajectories of the next `count` prompts, and the prompt of each."""
         rollout = self.settings.rollout
-        chosen = [self.prompts[i] for i in self._order.ids((step - 1) * rollout.prompts, rollout.prompts)]
+        chosen = [self.prompts[i] for i in self._order.ids(self._drawn, count)]
+        self._drawn += count
         requests = rollout_requests(
             chosen,
             samples_per_prompt=rollout.samples_per_prompt,
@@ -136,15 +242,66 @@ class PpoRun:
             seed=self.settings.seed,
             step=step,
             stop_token_id=self.tokenizer.eos_token_id,
+            first_group=first_group,
         )
-        samples = self._generate(requests)
-        groups = [number // rollout.samples_per_prompt for number in range(len(requests))]
+        prompts = [prompt for prompt in chosen for _ in range(rollout.samples_per_prompt)]
         trajectories = [
-            single_turn(request, sample, group_id=group, prompt_id=chosen[group].prompt_id)
-            for request, sample, group in zip(requests, samples, groups, strict=True)
+            single_turn(
+                request, sample, group_id=request.sample_id // rollout.samples_per_prompt, prompt_id=prompt.prompt_id
+            )
+            for request, sample, prompt in zip(requests, self._generate(requests), prompts, strict=True)
         ]
-        texts = [completion_text(self.tokenizer, sample.token_ids) for sample in samples]
-        return trajectories, texts, [chosen[group].label for group in groups]
+        return trajectories, prompts
+
+    def _response(self, trajectory: Trajectory, prompt: Prompt, text: str) -> Response:
+        ids = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
+        return Response(
+            query=self.tokenizer.decode(ids, skip_special_tokens=False),
+            prompt=prompt.text,
+            completion=text,
+            label=prompt.label,
+        )
+
+    def _judged(self, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """What the models of rewards say of each."""
+        if not {"reward", "process"} & self.job.manifests.keys():
+            return [Judgement()] * len(trajectories)
+        dealt = self._dealt(trajectories)
+        return self._gathered("judge", self._start("judge", trajectories, dealt), dealt)
+
+    def _model_values(self, judgement: Judgement) -> dict[str, float]:
+        """What the models of rewards gave: those that this run has."""
+        values: dict[str, float] = {}
+        if "reward" in self.job.manifests:
+            values["rm"] = judgement.reward_score
+        if judgement.step_scores is not None:
+            values["prm"] = solution_verdict(judgement.step_scores.tolist(), self.settings.reward.prm_aggregate)
+        return values
+
+    # -- calls of the groups ---------------------------------------------------------------------------------------
+
+    def _dealt(self, trajectories: Sequence[Trajectory]) -> list[Share]:
+        lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+        return shares(lengths, rollout_layout(self.settings))
+
+    def _start(self, method: str, trajectories: Sequence[Trajectory], dealt: Sequence[Share]) -> list[Any]:
+        """References to what each rank finds of its trajectories."""
+        own = [([trajectories[i] for i in share.numbers], share.micro_batches) for share in dealt]
+        return self.trainers.start(method, per_rank=own)
+
+    def _gathered(self, method: str, references: list[Any], dealt: Sequence[Share]) -> list[Any]:
+        """What the ranks found, in the order of the trajectories."""
+        limit = self.settings.trainer.step_timeout_s
+        found = self.trainers.wait(references, method, timeout_s=limit)
+        by_number = {
+            number: one
+            for share, own in zip(dealt, found, strict=True)
+            for number, one in zip(share.numbers, own, strict=False)
+        }
+        return [by_number[number] for number in range(len(by_number))]
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return self.trainers.call(method, *args, timeout_s=self.settings.trainer.step_timeout_s)
 
     def _generate(self, requests: list[Any]) -> list[Sample]:
         return self.sampler.call("generate", requests, timeout_s=self.settings.generate_timeout_s)[0]
@@ -153,30 +310,59 @@ class PpoRun:
         """The policy's weights into the sampler."""
         limit = self.settings.trainer.step_timeout_s
         with transfer_directory(self.job.scratch) as directory:
-            index = self.trainers.call("write_weights", str(directory), version, timeout_s=limit)[0]
+            index = self._call("write_weights", str(directory), version)[0]
             self.sampler.call("update_weights", index, timeout_s=limit)
 
-    def _evaluate(self, step: int) -> None:
-        """Greedy exact match on the held-out prompts."""
-        requests = greedy_requests(
-            self.eval_prompts,
-            max_new_tokens=self.settings.rollout.max_new_tokens,
-            stop_token_id=self.tokenizer.eos_token_id,
-        )
-        texts = [completion_text(self.tokenizer, s.token_ids) for s in self._generate(requests)]
-        hits = [exact(text, prompt.label) for text, prompt in zip(texts, self.eval_prompts, strict=True)]
-        self.history.add(step, {"exact_match": float(np.mean(hits))}, phase="eval")
+    # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def _show_sample(self, step: int, prompt_id: int, text: str, reward: float, step_scores: np.ndarray | None) -> None:
-        prompt = next(prompt for prompt in self.prompts if prompt.prompt_id == prompt_id)
-        scores = None if step_scores is None else step_scores.tolist()
+    def _evaluate(self, step: int) -> float | None:
+        """Exact match on the held-out prompts: greedy, and of several samples where that is set. The best metric."""
+        settings = self.settings.evaluation
+        limits = {
+            "max_new_tokens": self.settings.rollout.max_new_tokens,
+            "stop_token_id": self.tokenizer.eos_token_id,
+        }
+        (greedy,) = zip(*self._hits(greedy_requests(self.eval_prompts, **limits), 1), strict=True)
+        metrics = {"exact_match": float(np.mean([hit for hit, _ in greedy]))}
+        if settings.samples_per_prompt:
+            # Step 0 has no rollout: its seeds are the evaluations' own, the same each time.
+            requests = rollout_requests(
+                self.eval_prompts,
+                samples_per_prompt=settings.samples_per_prompt,
+                temperature=settings.temperature,
+                seed=self.settings.seed,
+                step=0,
+                **limits,
+            )
+            metrics |= sampled_metrics(self._hits(requests, settings.samples_per_prompt), settings.ks)
+        self.history.add(step, metrics, phase="eval")
+        return metrics[self.settings.best_metric] if self.settings.best_metric is not None else None
+
+    def _hits(self, requests: list[Any], each: int) -> list[list[tuple[float, str]]]:
+        """For each held-out prompt its `each` responses: whether it is right, and the text."""
+        texts = [completion_text(self.tokenizer, s.token_ids) for s in self._generate(requests)]
+        return [
+            [(exact(text, prompt.label), text) for text in texts[at * each : (at + 1) * each]]
+            for at, prompt in enumerate(self.eval_prompts)
+        ]
+
+    # -- what is shown ---------------------------------------------------------------------------------------------
+
+    def _show_sample(self, step: int, shown: Rewarded) -> None:
+        scores = list(shown.graded.step_scores) if "prm" in shown.values else None
         self.history.add_sample(
-            step, prompt=prompt.text, response=text, label=prompt.label, reward=reward, step_scores=scores
+            step,
+            prompt=shown.prompt.text,
+            response=shown.text,
+            label=shown.prompt.label,
+            reward=shown.graded.reward,
+            step_scores=scores,
         )
 
     def _measured(self) -> dict[str, Any]:
         measured: dict[str, Any] = {"steps": self.settings.steps}
-        for name, phase in _MEASURED:
+        names = [(f"reward/{name}", "train") for name in self.settings.reward.weights]
+        for name, phase in [("reward", "train"), *names, *((n, "eval") for n in self.settings.evaluation.metrics)]:
             values = self.history.curve(name, phase)[1]
             if values:
                 measured[f"{name}/first"], measured[f"{name}/last"] = values[0], values[-1]
@@ -185,17 +371,8 @@ class PpoRun:
         return measured
 
 
-_MEASURED = (
-    ("reward", "train"),
-    ("reward/rm", "train"),
-    ("reward/prm", "train"),
-    ("reward/exact", "train"),
-    ("exact_match", "eval"),
-)
-
-
 class _Clock:
-    """Seconds of each part of a step."""
+    """Seconds of each part of a step, those of its rounds together."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -203,25 +380,47 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self.laps[f"seconds/{name}"] = now - self._last
+        self.laps[f"seconds/{name}"] = self.laps.get(f"seconds/{name}", 0.0) + now - self._last
         self._last = now
 
 
-def _rollout_metrics(
-    trajectories: Sequence[Trajectory], sources: Sequence[dict[str, float]], rewards: Sequence[float]
-) -> dict[str, float]:
-    """sources: each trajectory's values by source, as they are weighted."""
+class _Means:
+    """Metrics of a step's rounds, averaged."""
+
+    def __init__(self) -> None:
+        self._rounds: list[dict[str, float]] = []
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self._rounds.append(metrics)
+
+    @property
+    def values(self) -> dict[str, float]:
+        names = {name for one in self._rounds for name in one}
+        return {name: float(np.mean([one[name] for one in self._rounds if name in one])) for name in sorted(names)}
+
+
+def _spread(group: Sequence[Rewarded]) -> float:
+    scores = [one.score for one in group]
+    return max(scores) - min(scores)
+
+
+def _rollout_metrics(rollout: Sequence[Rewarded]) -> dict[str, float]:
+    """Each source's values as they are weighted; a source without a value of some response, of those that have one."""
+    names = {name for one in rollout for name in one.values}
+    means = {
+        f"reward/{name}": float(np.mean([one.values[name] for one in rollout if name in one.values])) for name in names
+    }
     return {
-        "reward": float(np.mean(rewards)),
-        **{f"reward/{name}": float(np.mean([one[name] for one in sources])) for name in sources[0]},
-        "response_tokens": float(np.mean([len(t.response_ids) for t in trajectories])),
-        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "reward": float(np.mean([one.graded.reward for one in rollout])),
+        **dict(sorted(means.items())),
+        "response_tokens": float(np.mean([len(one.trajectory.response_ids) for one in rollout])),
+        "truncated": float(np.mean([one.graded.truncated for one in rollout])),
     }
 
 
-def _step_metrics(scored: Sequence[Scored]) -> dict[str, float]:
+def _step_metrics(judged: Sequence[Judgement]) -> dict[str, float]:
     """What the process reward model found; nothing without one. A response without a step counts as a verdict of 0."""
-    steps = [one.step_scores for one in scored if one.step_scores is not None]
+    steps = [one.step_scores for one in judged if one.step_scores is not None]
     if not steps:
         return {}
     return {

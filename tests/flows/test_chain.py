@@ -325,7 +325,7 @@ def test_rlhf_run_prints_the_report(chain: Chain, killed_and_retried: str):
 
 
 def test_two_runs_at_once_with_a_changed_setting_make_ppo_and_evaluate_once(chain: Chain, killed_and_retried: str):
-    change = "ppo.algorithm.kl_coef=0.3"
+    change = "ppo.algorithm.kl.coef=0.3"
     old = chain.manifest("ppo")
     runs = [chain.start(change), chain.start(change)]
     assert [chain.wait(run)["state_type"] for run in runs] == ["COMPLETED", "COMPLETED"]

@@ -49,7 +49,7 @@ def test_every_node_comes_after_its_inputs(plan):
 @pytest.mark.parametrize(
     ("override", "redone"),
     [
-        ("ppo.algorithm.kl_coef=0.7", {"ppo", "evaluate"}),
+        ("ppo.algorithm.kl.coef=0.7", {"ppo", "evaluate"}),
         ("rm.optimizer.lr=0.1", {"rm", "ppo", "evaluate"}),
         ("sft.seed=7", {"sft", "rm", "ppo", "evaluate"}),
         ("data.sft.arithmetic.rows=10", {"data-sft", "sft", "rm", "ppo", "evaluate"}),

@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import Any
 
 PAD = 0
+# Kinds that are trained on trajectories, with the algorithm of those with a policy.
+RL_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "value": {},
+    "gspo": {
+        "loss": "gspo",
+        "aggregation": "sequence_mean",
+        "entropy_coef": 0.3,
+        "kl": {"coef": 0.2, "estimator": "k3", "place": "loss"},
+    },
+}
 
 
 class engine_of:
@@ -65,9 +76,11 @@ def objective_of(kind: str) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "sft": SftObjective,
         "rm": lambda: RmObjective(RmSettings(**base)),
-        "policy": lambda: PolicyObjective(AlgorithmSettings(), temperature=0.7),
         "value": lambda: ValueObjective(AlgorithmSettings()),
     }
+    if kind in RL_ALGORITHMS and kind not in made:
+        algorithm = AlgorithmSettings(**RL_ALGORITHMS[kind])
+        return PolicyObjective(algorithm, temperature=0.7, kl_coef=algorithm.kl.coef, max_new_tokens=16)
     return made[kind]()
 
 
@@ -77,8 +90,9 @@ def batches_of(kind: str, samples: Sequence[Any], engine: Any, trainer: dict[str
     from rlhf_core.data.layout import Layout, make_batch, plan_step
 
     settings, mesh = TrainerSettings(**trainer), engine.mesh
-    if kind in ("policy", "value"):
-        return _rl_batches(samples, mesh, settings.micro_batch_size, pad)
+    if kind in RL_ALGORITHMS:
+        layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, 40)
+        return _rl_batches(samples, layout, mesh.data_rank, pad)
     items = [ITEM[kind](sample) for sample in samples]
     capacity = max(40, *(item.tokens for item in items))
     layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, capacity, mesh.sequence)
@@ -112,26 +126,25 @@ def _rm_item(pair: Any) -> Any:
 ITEM: dict[str, Callable[[Any], Any]] = {"sft": _sft_item, "rm": _rm_item}
 
 
-def _rl_batches(samples: Sequence[dict[str, Any]], mesh: Any, micro_batch_size: int, pad: int) -> list[Any]:
+def _rl_batches(samples: Sequence[dict[str, Any]], layout: Any, rank: int, pad: int) -> list[Any]:
     import numpy as np
-    import torch
 
-    from rlhf_core.training.experience import Experience, Scored, experience_batch
+    from rlhf_core.training.experience import Experience, Scored, padded
+    from rlhf_core.training.rl_batches import experience_batches
 
-    share = len(samples) // mesh.data_ranks
-    mine = samples[mesh.data_rank * share : (mesh.data_rank + 1) * share]
-
-    def padded(name: str, part: Sequence[dict[str, Any]]) -> Any:
-        width = max(len(s["response_ids"]) for s in part)
-        return torch.tensor(np.stack([np.pad(s[name], (0, width - len(s[name]))) for s in part]), dtype=torch.float32)
-
-    def batch(part: Sequence[dict[str, Any]]) -> Any:
-        names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
-        scored = [Scored(**{n: s[n] for n in names}, ref_logprobs=s["logprobs"], reward_score=0.0) for s in part]
-        experience = Experience(scored, padded("advantages", part), padded("returns", part))
-        return experience_batch(experience, range(len(part)), pad_token_id=pad)
-
-    return [batch(mine[start : start + micro_batch_size]) for start in range(0, share, micro_batch_size)]
+    names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
+    scored = [
+        Scored(
+            **{name: s[name] for name in names},
+            sampler_logprobs=s["logprobs"],
+            entropy=np.zeros_like(s["logprobs"]),
+            ref_logprobs=s["logprobs"][::-1].copy(),
+        )
+        for s in samples
+    ]
+    advantages, returns, weights = (padded([s[n] for s in samples]) for n in ("advantages", "returns", "action_mask"))
+    experience = Experience(scored, advantages, returns, weights)
+    return experience_batches(experience, range(len(samples)), layout, rank, pad)
 
 
 def gather_files(own: Path, together: Path) -> Path:

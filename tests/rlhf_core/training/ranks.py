@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_programs
 import lora_programs
-from engine_parts import digest_of, parameters_of
+from engine_parts import digest_of
 
 HOST = "127.0.0.1"
 ANSWER_S = 240.0  # far above what any program takes: a rank that hangs fails its test instead of stopping the session
@@ -112,51 +112,6 @@ def _serve(connection: Connection, rank: int, ranks: int) -> None:
 
 
 # -- programs -----------------------------------------------------------------------------------------------------
-
-
-def rollout_in_one(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Two optimizer steps, of 10 and of 90 tokens, and none."""
-    from rlhf_core.training.engine import StepResult
-    from rlhf_core.training.rl import over_steps
-
-    steps = [
-        StepResult(loss=1.0, grad_norm=2.0, lr=0.5, metrics={"clipped": (3.0, 10.0), "empty": (0.0, 0.0)}),
-        StepResult(loss=2.0, grad_norm=4.0, lr=0.1, metrics={"clipped": (9.0, 90.0), "empty": (0.0, 0.0)}),
-    ]
-    return over_steps(steps), over_steps([])
-
-
-def ppo(rank: int, ranks: int, *, job: Any, samples: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """A trainer as the stage has it: what the critic starts from, and digests of policy and critic after each step."""
-    from rlhf_core.training.experience import Scored
-    from rlhf_core.training.rl import RlTrainer
-
-    made = RlTrainer(rank, ranks, job)
-    made.load()
-    names = ("prompt_ids", "response_ids", "action_mask", "logprobs", "values")
-    scored = [Scored(**{n: s[n] for n in names}, ref_logprobs=s["logprobs"], reward_score=0.0) for s in samples]
-    critic = parameters_of(made.critic)
-    digests, metrics = [(digest_of(made.policy), digest_of(made.critic))], []
-    for step in range(1, steps + 1):
-        metrics.append(made.train(step, [float(n) for n in range(len(scored))], scored))
-        digests.append((digest_of(made.policy), digest_of(made.critic)))
-    engines = (made.policy, made.critic, made.reference, made.reward)
-    attention = [engine.module.lm.config._attn_implementation for engine in engines]
-    for engine in (made.policy, made.critic):
-        engine.engine.destroy()
-    return {"critic": critic, "digests": digests, "metrics": metrics, "attention": attention}
-
-
-def step_scores(rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any]) -> list[tuple[list[float], float]]:
-    """Step scores and the reward model's score of each trajectory, by PPO's trainer."""
-    from rlhf_core.training.rl import RlTrainer
-
-    made = RlTrainer(rank, ranks, job)
-    made.load()
-    scored = [(one.step_scores.tolist(), one.reward_score) for one in made.score(trajectories)]
-    for engine in (made.policy, made.critic):
-        engine.engine.destroy()
-    return scored
 
 
 def listening(rank: int, ranks: int) -> list[str]:

@@ -124,8 +124,9 @@ def test_heads_are_shared_evenly(trainer: dict[str, Any], heads: int, kv_heads: 
 
 def test_ppo_takes_plain_ranks_alone() -> None:
     check_plain_ranks(TrainerSettings(ranks=2, zero_stage=3), "ppo")
-    with pytest.raises(SettingsError, match=r"^ppo.trainer.packing true is for supervised stages; set it to false$"):
-        check_plain_ranks(TrainerSettings(packing=True), "ppo")
+    check_plain_ranks(TrainerSettings(packing=True), "ppo")
+    with pytest.raises(SettingsError, match=r"^ppo.trainer.tensor_parallel 2 is for supervised stages; set it to 1$"):
+        check_plain_ranks(TrainerSettings(tensor_parallel=2), "ppo")
 
 
 @pytest.mark.engines

@@ -266,7 +266,7 @@ def test_nan_is_named_with_its_step_on_every_rank(groups: Any, llama: str, excha
 
 
 def test_metrics_of_a_rollout_are_weighted_by_what_they_count(groups: Any) -> None:
-    several, none = groups[1].run("rollout_in_one")[0]
+    several, none = groups[1].run("rl_programs:rollout_in_one")[0]
     # 12 of 100 tokens were clipped; the mean of 3/10 and 9/90 would be 0.2.
     assert several == pytest.approx({"loss": 1.5, "grad_norm": 3.0, "lr": 0.3, "clipped": 0.12})
     assert none == {}

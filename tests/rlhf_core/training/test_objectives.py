@@ -5,22 +5,41 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.rl import AlgorithmSettings
+from rlhf_core.config.algorithm import AlgorithmSettings
 from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
 
-RL_FIELDS = {"policy": ("old_logprobs", "advantages"), "value": ("old_values", "returns")}
+RL_FIELDS = {"policy": ("old_logprobs", "advantages", "loss_weights"), "value": ("old_values", "returns")}
 NAN = float("nan")
 
 
 def objective_of(kind: str) -> Any:
-    return PolicyObjective(AlgorithmSettings(), 1.0) if kind == "policy" else ValueObjective(AlgorithmSettings())
+    return policy_objective() if kind == "policy" else ValueObjective(AlgorithmSettings())
+
+
+def policy_objective(**settings: Any) -> PolicyObjective:
+    algorithm = AlgorithmSettings(**settings)
+    return PolicyObjective(algorithm, temperature=1.0, kl_coef=algorithm.kl.coef, max_new_tokens=8)
+
+
+def batch_of(mask: torch.Tensor, **values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A row for each trajectory, without fill."""
+    rows, columns = mask.shape
+    return {
+        "input_ids": torch.ones_like(mask).long(),
+        "position_ids": torch.arange(columns).expand(rows, columns),
+        "segments": torch.arange(rows).unsqueeze(1).expand(rows, columns),
+        "weights": mask.float(),
+        "real": torch.ones(rows),
+        "loss_weights": torch.ones(rows, columns),
+        **values,
+    }
 
 
 def rl_batch() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 0, 0]]).bool()
     drawn = {name: torch.randn(mask.shape, generator=generator) for names in RL_FIELDS.values() for name in names}
-    return {"input_ids": torch.ones_like(mask).long(), "attention_mask": mask.long(), "action_mask": mask, **drawn}
+    return batch_of(mask, **drawn)
 
 
 def loss_and_gradient(kind: str, batch: Any, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +56,7 @@ def test_nan_at_masked_positions_reaches_nothing(kind: str) -> None:
     batch = rl_batch()
     outputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     clean_loss, clean_gradient = loss_and_gradient(kind, batch, outputs)
-    mask = batch["action_mask"]
+    mask = batch["weights"] > 0
     dirty = {**batch, **{name: torch.where(mask, batch[name], NAN) for name in RL_FIELDS[kind]}}
     # The value of the state before token t is the output at t - 1.
     used = mask if kind == "policy" else torch.nn.functional.pad(mask[:, 1:], (0, 1))
@@ -75,23 +94,16 @@ def test_nan_at_a_valid_position_shows(kind: str) -> None:
 )
 def test_each_clip_of_the_policy_reaches_its_loss(clip: dict[str, float], advantage: float, expected: float) -> None:
     ratio = torch.tensor([[1.5 if advantage > 0 else 0.5]])
-    batch = {
-        "action_mask": torch.tensor([[True]]),
-        "old_logprobs": torch.zeros(1, 1),
-        "advantages": torch.tensor([[advantage]]),
-    }
-    parts = PolicyObjective(AlgorithmSettings(**clip), 1.0).loss(batch, ratio.log())
+    given = {"old_logprobs": torch.zeros(1, 1), "advantages": torch.tensor([[advantage]])}
+    parts = policy_objective(**clip).loss(batch_of(torch.tensor([[True]]), **given), ratio.log())
     assert parts.terms["policy"].numerator.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(0.5, 0.5 * 2.5**2), (0.1, 0.5 * 2.9**2), (3.0, 0.5 * 1.0**2)])
 def test_clip_of_values_reaches_their_loss(clip: float, expected: float) -> None:
     """The value moved from 1 to 3, the return is 4: kept within `clip` of 1 it is further off."""
-    batch = {
-        "action_mask": torch.tensor([[False, True]]),
-        "old_values": torch.tensor([[0.0, 1.0]]),
-        "returns": torch.tensor([[0.0, 4.0]]),
-    }
+    given = {"old_values": torch.tensor([[0.0, 1.0]]), "returns": torch.tensor([[0.0, 4.0]])}
+    batch = batch_of(torch.tensor([[False, True]]), **given)
     parts = ValueObjective(AlgorithmSettings(value_clip=clip)).loss(batch, torch.tensor([[3.0, 0.0]]))
     assert parts.terms["value"].numerator.item() == pytest.approx(expected)
 
@@ -99,3 +111,32 @@ def test_clip_of_values_reaches_their_loss(clip: float, expected: float) -> None
 def test_value_of_a_state_is_the_score_before_the_token() -> None:
     scores = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     assert state_values(scores).tolist() == [[0.0, 1.0, 2.0], [0.0, 4.0, 5.0]]
+
+
+def test_kl_and_entropy_are_terms_with_their_coefficients() -> None:
+    """Sequence mean over responses of 2 and 1 tokens, by hand."""
+    mask = torch.tensor([[True, True], [True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, NAN]])
+    entropies = torch.tensor([[0.3, 0.5], [0.9, NAN]])
+    reference = torch.tensor([[-1.5, -2.0], [-1.5, NAN]])
+    given = {"old_logprobs": logprobs, "ref_logprobs": reference, "advantages": torch.zeros(2, 2)}
+    kl = {"coef": 0.1, "estimator": "k2", "place": "loss"}
+    objective = policy_objective(kl=kl, entropy_coef=0.2, aggregation="sequence_mean")
+    batch = batch_of(mask, **given)
+    parts = objective.loss(batch, torch.stack([logprobs, entropies]))
+    assert objective.denominators(batch) == {"policy": 2.0, "kl": 2.0, "entropy": 2.0}
+    assert objective.forward_inputs(batch)["entropy"] is True
+    assert parts.terms["kl"].weight == 0.1
+    assert parts.terms["kl"].numerator.item() == pytest.approx((0.5 * 0.5**2 + 0.0) / 2 + 0.5 * 1.0)
+    assert parts.terms["entropy"].weight == -0.2
+    assert parts.terms["entropy"].numerator.item() == pytest.approx((0.3 + 0.5) / 2 + 0.9)
+    for name, expected in {"kl_loss": 0.5 * 0.25 + 0.5, "entropy": 1.7}.items():
+        total, count = parts.metrics[name]
+        assert (float(total), float(count)) == (pytest.approx(expected), 3.0)
+
+
+def test_kl_in_the_reward_is_no_term() -> None:
+    mask = torch.tensor([[True]])
+    given = {"old_logprobs": torch.zeros(1, 1), "advantages": torch.ones(1, 1)}
+    assert policy_objective().denominators(batch_of(mask, **given)) == {"policy": 1.0}
+    assert set(policy_objective().loss(batch_of(mask, **given), torch.zeros(1, 1)).terms) == {"policy"}

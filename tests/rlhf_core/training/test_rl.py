@@ -5,6 +5,7 @@ process reward model gives.
 import json
 import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_trainer_follows_its_settings(
         trainer=TrainerSettings(zero_stage=2, micro_batch_size=4, attention=attention),
     )
     job = Job("ppo", "a" * 64, settings, store.url, 1, str(tmp_path), manifests)
-    done = groups[1].run("ppo", job=job, samples=trajectories, steps=2)[0]
+    done = groups[1].run("rl_programs:ppo", job=job, samples=trajectories, steps=2)[0]
 
     source = Path(scorer) if init == "rm" else policy
     assert np.array_equal(done["critic"][UP], load_file(source / "model.safetensors")[UP])
@@ -122,11 +123,16 @@ def test_a_process_reward_model_judges_each_step_of_a_response(groups: Any, llam
         ([END], []),
     ]
     job = Job("ppo", "b" * 64, settings, store.url, 1, str(tmp_path), manifests)
-    scored = groups[1].run("step_scores", job=job, trajectories=[sampled(prompt, response) for response, _ in cases])[0]
+    trajectories = [sampled(prompt, response) for response, _ in cases]
+    judged = groups[1].run("rl_programs:judged", job=job, trajectories=trajectories)[0]
 
     model = AutoModelForCausalLM.from_pretrained(process)
-    for (found, score), (_, judged) in zip(scored, cases, strict=True):
-        logits = model(torch.tensor([prompt + judged])).logits[0, len(prompt) :, [RIGHT, WRONG]].double()
-        expected = torch.softmax(logits, dim=-1)[torch.tensor(judged, dtype=torch.long) == PLACEHOLDER, 0]
-        assert found == pytest.approx(expected.tolist(), abs=1e-5)
-        assert math.isnan(score)
+    for found, (response, placed) in zip(judged, cases, strict=True):
+        logits = model(torch.tensor([prompt + placed])).logits[0, len(prompt) :, [RIGHT, WRONG]].double()
+        expected = torch.softmax(logits, dim=-1)[torch.tensor(placed, dtype=torch.long) == PLACEHOLDER, 0]
+        assert found.step_scores.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert math.isnan(found.reward_score)
+        # A step's end is the token that stands before its placeholder.
+        before = [placed[at - 1] for at, token in enumerate(placed) if token == PLACEHOLDER]
+        assert [response[end] for end in found.step_ends] == before
+        assert all(end < later for end, later in pairwise(found.step_ends))
