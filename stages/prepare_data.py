@@ -47,7 +47,7 @@ def _write(context: StageContext, data: LoadedData, report: dict[str, Any]) -> d
 
 PREPARE_DATA = Stage(
     name="prepare-data",
-    version=2,
+    version=3,
     module="stages.prepare_data",
     settings=PrepareDataSettings,
     pool="cpu",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -14,7 +14,7 @@ from rlhf_core.config.shapes import DatasetKind
 from rlhf_core.data import arithmetic
 from rlhf_core.data.errors import BadRow, DataError
 from rlhf_core.data.rows import Row
-from rlhf_core.data.shapes import convert, recognise, renamed
+from rlhf_core.data.shapes import check_mapped, convert, recognise, renamed
 from rlhf_core.data.sources import read_hub, read_path
 
 EQUAL_PAIR = "chosen equals rejected"
@@ -38,6 +38,7 @@ class Reading:
     read: int
     dropped: dict[str, Dropped] = field(default_factory=dict)
     unused_columns: tuple[str, ...] = ()
+    unused_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,11 @@ def _read_split(source: SourceFields, split: str | None) -> list[Row]:
     return read_path(source.path, split)
 
 
-def _converted(kind: DatasetKind, data: DataSource, source: SourceFields, name: str, raw: Iterable[Row]) -> Reading:
+def _converted(kind: DatasetKind, data: DataSource, source: SourceFields, name: str, raw: Sequence[Row]) -> Reading:
     """Raw rows as canonical ones; what cannot be used is refused or counted, as `on_bad_row` says."""
     rows = [renamed(row, source.columns) for row in raw]
     try:
+        check_mapped(raw, source.columns)
         found = recognise(rows, kind, source.columns, source.shape)
     except DataError as error:
         raise DataError(f"data set {kind}: {name} {error}") from None
@@ -157,7 +159,7 @@ def _converted(kind: DatasetKind, data: DataSource, source: SourceFields, name: 
     if not kept:
         reasons = ", ".join(f"{reason} ({one.rows})" for reason, one in dropped.items())
         raise DataError(f"data set {kind}: none of the {len(rows)} rows of {name} can be used: {reasons}; mend them")
-    return Reading(name, found.described, kept, len(rows), dropped, found.unused)
+    return Reading(name, found.described, kept, len(rows), dropped, found.unused, found.unused_keys)
 
 
 def _usable(row: Row) -> Row:

@@ -23,8 +23,15 @@ _ROLES = {
     "gpt": "assistant",
     "function_call": "assistant",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
 }
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_CALLS = ("tool_calls", "function_call")
+_WEIGHT = ("weight", "loss_weight")
+_CONTENT = ("content", "value")
+_KEPT = ("name", "tool_call_id")
+_READ = {"role", "from", *_CONTENT, *_CALLS, *_REASONING, *_WEIGHT, *_KEPT}
 _VISION = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "input_audio")
 NO_VISION = "vision-language models are not supported"
 
@@ -67,22 +74,46 @@ def _read_message(raw: dict[str, Any]) -> Message:
         raise BadRow("a message's role is not known", f"{shown(said)}; known are {', '.join(_ROLES)}")
     if any(not is_empty(raw.get(name)) for name in _VISION):
         raise BadRow(NO_VISION, "a message comes with images, video or audio")
-    content = raw.get("content") if "content" in raw else raw.get("value")
+    content, calls = _given(raw, _CONTENT), _given(raw, _CALLS)
     if said == "function_call":
-        return {"role": role, "content": "", "tool_calls": _read_calls(_parsed(content, "a tool call"))}
+        content, calls = None, content
     message: Message = {"role": role, "content": _read_content(content)}
-    if not is_empty(raw.get("tool_calls")):
-        message["tool_calls"] = _read_calls(raw["tool_calls"])
-    for name in ("reasoning_content", "name", "tool_call_id"):
-        if not is_empty(raw.get(name)):
-            message[name] = raw[name]
+    if calls is not None or said == "function_call":
+        message["tool_calls"] = _read_calls(_parsed(calls, "a tool call"))
+    reasoning = _given(raw, _REASONING)
+    if reasoning is not None:
+        message["reasoning_content"] = _read_reasoning(reasoning)
+    message |= {name: raw[name] for name in _KEPT if not is_empty(raw.get(name))}
     if is_empty(message["content"]) and not message.keys() & {"tool_calls", "reasoning_content"} and role != "tool":
         raise BadRow(f"a message of the {role} is empty")
     return _with_weight(message, raw)
 
 
+def _given(raw: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """What a message has under one of the names that mean the same; None where it has nothing. Raises BadRow."""
+    found = {name: raw[name] for name in names if not is_empty(raw.get(name))}
+    first = next(iter(found.values()), None)
+    if any(value != first for value in found.values()):
+        raise BadRow(f"a message has {' and '.join(found)}, which mean the same and differ")
+    return first
+
+
+def unread_keys(value: Any) -> list[str]:
+    """What messages say beside what is read, such as a model's `refusal`; nothing for a text."""
+    messages = [value] if isinstance(value, dict) else value
+    if not looks_like_messages(messages):
+        return []
+    return [name for raw in messages for name, item in raw.items() if name not in _READ and not is_empty(item)]
+
+
+def _read_reasoning(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRow("a message's reasoning is not text", shown(value))
+    return value
+
+
 def _with_weight(message: Message, raw: dict[str, Any]) -> Message:
-    weight = next((raw[name] for name in ("weight", "loss_weight") if not is_empty(raw.get(name))), None)
+    weight = _given(raw, _WEIGHT)
     if weight is None:
         return message
     if not isinstance(weight, bool | int | float) or not math.isfinite(weight) or weight < 0:

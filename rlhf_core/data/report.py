@@ -67,10 +67,14 @@ def summary_markdown(report: dict[str, Any]) -> str:
         "| source | shape | read | dropped | taken |",
         "|---|---|---|---|---|",
     ]
+    readings: list[dict[str, Any]] = []
     for source in report["sources"]:
         lines.append(_source_line(source, str(source["rows_taken"])))
+        readings.append(source)
         if source["eval"] is not None:
             lines.append(_source_line(source["eval"], "held out"))
+            readings.append(source["eval"])
+    lines += [line for reading in readings for line in _unused_lines(reading)]
     if report["eval_rows_in_training"]:
         lines += ["", f"{report['eval_rows_in_training']} held-out rows are training rows as well."]
     lines += ["", "| column | first row |", "|---|---|"]
@@ -92,6 +96,13 @@ def _source_line(source: dict[str, Any], taken: str) -> str:
     return f"| {source['name']} | {source['shape']} | {source['rows_read']} | {dropped or 0} | {taken} |"
 
 
+def _unused_lines(reading: dict[str, Any]) -> list[str]:
+    """What was not read of a source, as a paragraph, where there is anything."""
+    names = {"columns": reading["unused_columns"], "keys of messages": reading["unused_message_keys"]}
+    said = [f"{what} {', '.join(f'`{name}`' for name in found)}" for what, found in names.items() if found]
+    return ["", f"Not read in {reading['name']}: {'; '.join(said)}."] if said else []
+
+
 def _cell(value: Any) -> str:
     """A value in a table's cell, one line of at most 300 characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -107,6 +118,7 @@ def _reading(reading: Reading) -> dict[str, Any]:
         "rows_kept": len(reading.rows),
         "dropped": {reason: asdict(dropped) for reason, dropped in reading.dropped.items()},
         "unused_columns": list(reading.unused_columns),
+        "unused_message_keys": list(reading.unused_keys),
     }
 
 

@@ -27,6 +27,7 @@ from rlhf_core.data.messages import (
     read_tools,
     says_from,
     shown,
+    unread_keys,
 )
 from rlhf_core.data.rows import Row
 from rlhf_core.data.steps import read_marked_steps, read_steps
@@ -43,6 +44,16 @@ _OTHER_NAMES = {
     "rejected": ("dispreferred", "response_rejected"),
 }
 _VISION = ("image", "images", "video", "videos", "audio", "audios")
+# Our columns that may hold messages.
+_SPOKEN = ("messages", "prompt", "response", "output", "chosen", "rejected")
+
+
+def check_mapped(rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+    """Raises DataError, without the source's name, for a column that `columns` maps and that no row has."""
+    there = dict.fromkeys(name for row in rows for name in row)
+    absent = [f"{theirs} (for {ours})" for ours, theirs in columns.items() if theirs not in there]
+    if absent:
+        raise DataError(f"has no column {', '.join(absent)}, which `columns` maps; it has {', '.join(sorted(there))}")
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:
@@ -56,11 +67,13 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
 
 @dataclass(frozen=True)
 class Recognised:
-    """`described` is what the report calls the shape; `unused` are the columns that it does not read."""
+    """`described` is what the report calls the shape; `unused` and `unused_keys` are the columns and the keys of
+    messages that are not read."""
 
     shape: Shape
     described: str
     unused: tuple[str, ...]
+    unused_keys: tuple[str, ...]
 
 
 def recognise(
@@ -90,7 +103,9 @@ def recognise(
         )
     (found,) = fitting
     unused = tuple(name for name in present if name not in found.columns)
-    return Recognised(found, _described(found, rows), unused)
+    spoken = [name for name in found.columns if name in _SPOKEN]
+    keys = dict.fromkeys(key for row in rows for name in spoken for key in unread_keys(row.get(name)))
+    return Recognised(found, _described(found, rows), unused, tuple(keys))
 
 
 def _needed(shapes: Iterable[Shape]) -> str:

@@ -160,12 +160,12 @@ def _read_saved(url: str) -> Content:
 
 
 def _arrow_rows(rows: list[Row]) -> list[Row]:
-    """Rows that come from Arrow, without the nulls inside of values.
+    """Rows that come from Arrow, without the nulls inside of values; a null column of a row stays.
 
     Arrow gives every object the fields of all objects in its column, so a null there is a field that this one lacks,
     e.g. an argument of another row's tool call.
     """
-    return [_without_nulls(row) for row in rows]
+    return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
 
 
 def _without_nulls(value: Any) -> Any:

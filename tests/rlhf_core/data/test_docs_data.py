@@ -38,7 +38,7 @@ def test_its_rows_are_read_and_every_shape_has_one(page, tmp_path):
             path = tmp_path / f"{kind}{number}.jsonl"
             path.write_text(line)
             (source,) = load_data(kind, DataSource(path=str(path))).sources
-            assert source.train.unused_columns == ()
+            assert source.train.unused_columns == source.train.unused_keys == ()
             shown.setdefault(kind, set()).add(source.train.shape.split()[0])
     assert shown == {kind: {shape.name for shape in shapes} for kind, shapes in SHAPES.items() if kind != "eval"}
 

@@ -3,6 +3,8 @@ import math
 import random
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rlhf_core.config.data import ArithmeticSource, DataSource
@@ -226,6 +228,21 @@ def test_what_fits_no_shape_names_the_file_and_the_mapping(write):
         load_data("prompts", DataSource(path=path))
     assert str(caught.value).startswith(f"data set prompts: {path} fits no shape of this data set (prompt: prompt + ")
     assert str(caught.value).endswith("map them, e.g. columns: {prompt: question}")
+
+
+def test_a_mapping_of_a_column_that_is_not_there_names_the_file(tmp_path, write):
+    path = write("a.jsonl", [{"instruction": "Add", "context": "1, 2", "output": "3"}])
+    with pytest.raises(DataError) as caught:
+        load_data("sft", DataSource(path=path, columns={"input": "contxt"}))
+    assert str(caught.value) == (
+        f"data set sft: {path} has no column contxt (for input), which `columns` maps; it has context, instruction, "
+        "output"
+    )
+    # A column that is there and empty is one, in Arrow's files too.
+    table = pyarrow.table({"instruction": ["Add"], "output": ["3"], "context": pyarrow.array([None], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    data = load_data("sft", DataSource(path=f"{tmp_path}/a.parquet", columns={"input": "context"}))
+    assert data.rows == [{"prompt": "Add", "response": "3"}]
 
 
 SOLUTIONS = '''

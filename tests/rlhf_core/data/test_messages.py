@@ -44,6 +44,24 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
             {"role": "assistant", "content": "3", "reasoning_content": "1+2"},
         ),
         (
+            {"role": "assistant", "content": "3", "reasoning": "1+2", "reasoning_content": "1+2"},
+            {"role": "assistant", "content": "3", "reasoning_content": "1+2"},
+        ),
+        (
+            {"role": "assistant", "content": "3", "reasoning": "", "thinking": "1+2"},
+            {"role": "assistant", "content": "3", "reasoning_content": "1+2"},
+        ),
+        # OpenAI's interface before it had tool_calls, and the result with its role.
+        (
+            {"role": "assistant", "content": "Wait.", "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]},
+        ),
+        ({"role": "function", "name": "add", "content": "3"}, {"role": "tool", "name": "add", "content": "3"}),
+        (
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}', "weight": 0},
+            {"role": "assistant", "content": "", "tool_calls": [CALL], "weight": 0.0},
+        ),
+        (
             {"role": "assistant", "content": "3", "loss_weight": 0.5},
             {"role": "assistant", "content": "3", "weight": 0.5},
         ),
@@ -75,6 +93,15 @@ def test_a_message_in_canonical_form(raw, message):
         ({"from": "function_call", "value": '{"name": "a", "arguments": "x"}'}, "a tool call's arguments is not JSON"),
         ({"role": "assistant", "content": "x", "weight": -1}, "a message's weight is not a number from 0 on: int -1"),
         ({"role": "assistant", "content": "x", "weight": "1"}, "a message's weight is not a number from 0 on: str"),
+        ({"role": "assistant", "content": "x", "thinking": ["y"]}, "a message's reasoning is not text: list ['y']"),
+        (
+            {"role": "assistant", "content": "x", "reasoning": "y", "thinking": "z"},
+            "a message has reasoning and thinking, which mean the same and differ",
+        ),
+        (
+            {"role": "assistant", "content": "x", "tool_calls": [CALL], "function_call": {"name": "now"}},
+            "a message has tool_calls and function_call, which mean the same and differ",
+        ),
         ({"role": "user", "content": "x", "weight": 1}, "a message that is not the assistant's has a loss weight"),
     ],
 )

@@ -53,6 +53,16 @@ def test_the_summary_is_markdown_with_a_line_for_each_source(tmp_path):
     assert lines[-2:] == ["| prompt | `1+2?` |", "| response | `3` |"]
 
 
+def test_what_was_not_read_is_in_the_report_and_its_summary(tmp_path):
+    assert f"Not read in {tmp_path}/a.jsonl: columns `id`." in summary_markdown(report_of(tmp_path)).splitlines()
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no", "refusal": "no"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": said, "id": 1, "source": "x"}))
+    report = data_report("sft", load_data("sft", DataSource(path=f"{tmp_path}/c.jsonl")))
+    assert report["sources"][0]["unused_message_keys"] == ["refusal"]
+    line = f"Not read in {tmp_path}/c.jsonl: columns `id`, `source`; keys of messages `refusal`."
+    assert line in summary_markdown(report).splitlines()
+
+
 def test_what_would_break_a_table_is_replaced(tmp_path):
     report = report_of(tmp_path) | {"example": {"messages": [{"content": "a|b`c\nd"}], "text": "x" * 400}}
     assert summary_markdown(report).splitlines()[-2:] == [

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from rlhf_core.data.errors import BadRow, DataError
-from rlhf_core.data.shapes import convert, recognise, renamed
+from rlhf_core.data.shapes import check_mapped, convert, recognise, renamed
 
 U, A, S, T = (
     {"role": role, "content": text}
@@ -302,3 +302,26 @@ def test_columns_may_share_a_source_and_hide_their_namesakes():
 def test_unused_columns_are_named():
     row = {"prompt": "a", "response": "b", "input": "c", "id": 3, "empty": None}
     assert recognise([row], "sft").unused == ("input", "id")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "keys"),
+    [
+        ("sft", {"messages": [{**U, "refusal": None}, {**A, "refusal": "no", "name": "x"}]}, ("refusal",)),
+        ("sft", {"conversations": [HUMAN, {**GPT, "rating": 3, "markdown": ""}]}, ("rating",)),
+        ("pairs", {"prompt": "p", "chosen": {**A, "a": 1}, "rejected": [{**WRONG, "b": [2]}]}, ("a", "b")),
+        ("prompts", {"prompt": [{**U, "lang": "en"}], "label": "3", "tools": TOOLS}, ("lang",)),
+        ("steps", {"prompt": "p", "steps": ["a"], "labels": [True]}, ()),
+    ],
+)
+def test_keys_of_messages_that_are_not_read_are_named(kind, row, keys):
+    assert recognise([renamed(row, {})], kind).unused_keys == keys
+
+
+def test_a_mapped_column_that_no_row_has_is_refused():
+    rows = [{"q": "a"}, {"q": "b", "context": None}]
+    check_mapped(rows, {"prompt": "q", "input": "context"})
+    with pytest.raises(DataError) as caught:
+        check_mapped(rows, {"prompt": "q", "input": "contxt", "system": "sys"})
+    message = "has no column contxt (for input), sys (for system), which `columns` maps; it has context, q"
+    assert str(caught.value) == message
