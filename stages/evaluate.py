@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def policies(inputs: Mapping[str, Any]) -> list[str]:
 
 def _completions(context: StageContext, names: list[str], tokenizer: Any, prompts: list[Any]) -> Any:
     """(model's name, a greedy completion for each prompt). One engine: the later models' weights are sent to it."""
+    from rlhf_core.models.tokenizer import stop_token_ids
     from rlhf_core.rollout.prompts import completion_text, greedy_requests
     from rlhf_core.rollout.start import start_sampler, wait_for_sampler
 
@@ -64,7 +66,9 @@ def _completions(context: StageContext, names: list[str], tokenizer: Any, prompt
         for version, name in enumerate(names):
             if version > 0:
                 _send_directory(sampler, context.inputs[name] / "model", version, context)
-            samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
+            stops = stop_token_ids(context.inputs[name] / "model", tokenizer)
+            asked = [replace(request, stop_token_ids=stops) for request in requests]
+            samples = sampler.call("generate", asked, timeout_s=settings.generate_timeout_s)[0]
             yield name, [completion_text(tokenizer, sample.token_ids) for sample in samples]
     finally:
         sampler.close()

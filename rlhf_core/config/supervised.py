@@ -28,6 +28,11 @@ class TextSettings(Settings):
     truncation: Literal["drop", "cut"] = Field(
         default="drop", description="Rows longer than max_len: left out, or their end cut off. Counted either way."
     )
+    on_bad_row: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description="A row that cannot be tokenised, e.g. one that the chat template refuses: the stage fails with its "
+        "number, or it is left out and counted.",
+    )
 
     @model_validator(mode="after")
     def _one_gap(self) -> "TextSettings":
@@ -67,7 +72,9 @@ class SupervisedSettings(Settings):
         default=None,
         description="Export the weights of the evaluation with the best value of this metric, e.g. loss, accuracy.",
     )
-    best_is: Literal["lower", "higher"] = Field(default="lower", description="Which value of best_metric is better.")
+    best_is: Literal["lower", "higher"] | None = Field(
+        default=None, description="Which value of best_metric is better; null: lower of loss and kl, higher of others."
+    )
     trainer: TrainerSettings = Field(default_factory=TrainerSettings, description="Ranks, ZeRO, saving.")
 
     @model_validator(mode="after")
@@ -76,6 +83,8 @@ class SupervisedSettings(Settings):
             raise ValueError("give exactly one of `epochs` and `max_steps`")
         if self.best_metric is not None and self.best_metric not in self.metrics:
             raise ValueError(f"best_metric {self.best_metric!r} is none of {', '.join(self.metrics)}")
+        if self.best_is is not None and self.best_metric is None:
+            raise ValueError(f"best_is {self.best_is} says which value of best_metric is better; give best_metric too")
         if self.best_metric is not None and self.trainer.save_steps is None:
             raise ValueError(
                 f"best_metric {self.best_metric} keeps the best weights in a training checkpoint, and "
@@ -97,6 +106,11 @@ class SupervisedSettings(Settings):
                 f"well; use trainer.zero_stage 3, which divides all weights"
             )
         return self
+
+    @property
+    def better(self) -> Literal["lower", "higher"]:
+        """Which value of best_metric is better."""
+        return self.best_is or ("lower" if self.best_metric in ("loss", "kl", None) else "higher")
 
 
 class SftSettings(SupervisedSettings):

@@ -41,7 +41,7 @@ class Turn:
 
     prompt: characters that generation is given before it. start, end: of what is trained on. content: where the
     message's content lies, None if the template writes it in another form (with its think block taken apart).
-    unreasoned: the message has reasoning that the template does not write.
+    end_token: with which it ends. unreasoned: the message has reasoning that the template does not write.
     """
 
     text: str
@@ -49,6 +49,7 @@ class Turn:
     start: int
     end: int
     content: tuple[int, int] | None
+    end_token: str
     unreasoned: bool
 
 
@@ -113,6 +114,7 @@ class ChatTemplate:
                     spans=tuple(Span(turn.start, turn.end, weight) for turn, weight in members),
                     borders=tuple(turn.prompt for turn, _ in members),
                     unreasoned=sum(turn.unreasoned for turn, _ in members),
+                    end_tokens=frozenset(turn.end_token for turn, _ in members),
                 )
             )
         return parts
@@ -123,29 +125,31 @@ class ChatTemplate:
         try:
             return self._turn(context, message, tools)
         except TokenError as error:
-            raise TokenError(f"message {i + 1} ({message['role']}): {error}") from None
+            raise TokenError(f"message {i + 1} ({message['role']}): {error}", error.reason) from None
 
     def _turn(self, context: Sequence[Message], message: Message, tools: Sequence[Any] | None) -> Turn:
         if not context:
-            raise TokenError("an assistant's turn with nothing before it cannot be trained on; give it weight 0")
+            raise TokenError("an assistant's turn with nothing before it cannot be trained on; give a prompt")
         prompt = self.prompt(context, tools)
         text, marked = self._render([*context, message], tools)
         if not text.startswith(prompt):
             raise TokenError(
                 "the chat template renders the prompt otherwise once a response follows: it ends with "
-                f"{prompt[-40:]!r} for generation, the whole reads {text[: len(prompt)][-40:]!r} there"
+                f"{prompt[-40:]!r} for generation, the whole reads {text[: len(prompt)][-40:]!r} there",
+                "the chat template renders the prompt otherwise once a response follows",
             )
         completion = text[len(prompt) :]
         frame = self._frame(context, message, tools, prompt, text)
         content = _content_place(completion, frame, message["content"])
         start = self._start(completion, frame, content, message)
-        end = self._end(completion, frame, message)
+        end, end_token = self._end(completion, frame, message)
         turn = Turn(
             text=text,
             prompt=len(prompt),
             start=len(prompt) + start,
             end=len(prompt) + end,
             content=content and (len(prompt) + content[0], len(prompt) + content[1]),
+            end_token=end_token,
             unreasoned=_squeezed(message.get("reasoning_content") or "") not in _squeezed(completion),
         )
         if _MARKERS.search(self.source(tools)):
@@ -181,7 +185,8 @@ class ChatTemplate:
             return _Frame("", after)
         raise TokenError(
             "the chat template writes something else than this turn's content, reasoning and tool calls: "
-            f"{_shortened(completion)} for content {_shortened(message['content'])}"
+            f"{_shortened(completion)} for content {_shortened(message['content'])}",
+            "the chat template writes something else than a turn's content, reasoning and tool calls",
         )
 
     def _start(self, completion: str, frame: _Frame, content: tuple[int, int] | None, message: Message) -> int:
@@ -189,7 +194,10 @@ class ChatTemplate:
         calls = message.get("tool_calls") or ()
         lost = _lost_call(completion, calls)
         if lost is not None:
-            raise TokenError(f"the chat template leaves out the tool call {lost}; give one that knows tool calls")
+            raise TokenError(
+                f"the chat template leaves out the tool call {lost}; give one that knows tool calls",
+                "the chat template leaves out a tool call",
+            )
         reasoning = (message.get("reasoning_content") or "").strip()
         if not frame.before.strip() or (reasoning and _squeezed(reasoning) in _squeezed(frame.before)):
             return 0
@@ -198,11 +206,14 @@ class ChatTemplate:
         elif not message["content"].strip() and completion.startswith(frame.before):
             start = len(frame.before)  # tool calls alone
         else:
-            raise TokenError(f"the chat template's own text {frame.before!r} cannot be told from the turn's")
+            raise TokenError(
+                f"the chat template's own text {frame.before!r} cannot be told from the turn's",
+                "the chat template's own text cannot be told from a turn's",
+            )
         return start if _lost_call(completion[start:], calls) is None else 0  # some write the calls first
 
-    def _end(self, completion: str, frame: _Frame, message: Message) -> int:
-        """Where in the completion the turn's end token ends.
+    def _end(self, completion: str, frame: _Frame, message: Message) -> tuple[int, str]:
+        """(where in the completion the turn's end token ends, that token).
 
         It is the first special token behind the content. Behind tool calls, whose own tokens may be special, it is the
         last one, with nothing but white space behind it.
@@ -210,14 +221,15 @@ class ChatTemplate:
         if not message.get("tool_calls") and completion.endswith(frame.after):
             found = self._end_token.search(frame.after)
             if found is not None and not frame.after[: found.start()].strip():
-                return len(completion) - len(frame.after) + found.end()
-        ends = [found.end() for found in self._end_token.finditer(completion)]
-        if not ends or completion[ends[-1] :].strip():
+                return len(completion) - len(frame.after) + found.end(), found.group()
+        ends = list(self._end_token.finditer(completion))
+        if not ends or completion[ends[-1].end() :].strip():
             raise TokenError(
                 "the chat template does not end a response with the tokenizer's eos "
-                f"{self._tokenizer.eos_token!r} or another special token, but with {completion[-40:]!r}"
+                f"{self._tokenizer.eos_token!r} or another special token, but with {completion[-40:]!r}",
+                "the chat template does not end a response with a special token",
             )
-        return ends[-1]
+        return ends[-1].end(), ends[-1].group()
 
     def _check_markers(
         self, turn: Turn, marked: Sequence[tuple[int, int]], context: Sequence[Message], tools: Sequence[Any] | None
@@ -231,7 +243,8 @@ class ChatTemplate:
         if len(marked) != turns or not common <= start <= turn.start or end < turn.end:
             raise TokenError(
                 f"the chat template's generation markers enclose {_shortened(turn.text[start:end])} (block "
-                f"{len(marked)}), the assistant's turn {turns} is {_shortened(turn.text[turn.start : turn.end])}"
+                f"{len(marked)}), the assistant's turn {turns} is {_shortened(turn.text[turn.start : turn.end])}",
+                "the chat template's generation markers do not enclose a turn",
             )
 
     def _render(
@@ -257,15 +270,18 @@ class ChatTemplate:
 def message_weights(messages: Sequence[Message], train_on: str) -> list[float]:
     """The loss weight of each message: its own `weight` for assistant turns (1 without one), 0 for all others.
 
+    An assistant's turn that opens the conversation has nothing before it to answer, and weight 0.
     train_on: "all", or "last" for the last assistant turn alone. Raises TokenError for a weight below 0.
     """
-    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     trained = assistants if train_on == "all" else assistants[-1:]
     weights = [0.0] * len(messages)
     for i in trained:
         weights[i] = float(messages[i].get("weight", 1.0))
         if not weights[i] >= 0:
-            raise TokenError(f"message {i + 1} has the weight {messages[i]['weight']}; give 0 or more")
+            raise TokenError(
+                f"message {i + 1} has the weight {messages[i]['weight']}; give 0 or more", "a weight below 0"
+            )
     return weights
 
 
@@ -290,7 +306,10 @@ def _check_context(text: str, messages: Sequence[Message]) -> None:
         quoted = json.dumps(content, ensure_ascii=False)[1:-1]
         places = [(place, form) for form in {content, quoted} if (place := text.find(form, begin)) >= 0]
         if not places:
-            raise TokenError(f"message {number} ({message['role']}) is lost in the chat template's rendering")
+            raise TokenError(
+                f"message {number} ({message['role']}) is lost in the chat template's rendering",
+                f"a {message['role']}'s message is lost in the chat template's rendering",
+            )
         if message["role"] != "system":
             place, form = min(places)
             at = place + len(form)

@@ -1,8 +1,9 @@
 """From canonical rows to tokens: one function for each kind of row, and what became of every row.
 
 Canonical rows are those of rlhf_core/data/shapes.py. A row gives an item, a conversation whose template rewrites
-earlier turns several; or it is dropped for a reason that the report counts. What no row should be (a chat template
-whose spans cannot be established, steps without labels) is refused: TokenError with the row's number, from 1.
+earlier turns several; or it is dropped for a reason that the report counts. What no row should be (a conversation that
+the chat template refuses, steps without labels) is refused: TokenError with the row's number, from 1. With
+text.on_bad_row `drop` it is dropped and counted instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ class Encoder:
 
         def plan(row: Row) -> list[_Plan]:
             if not isinstance(row["label"], bool):
-                raise TokenError(f"label is {row['label']!r}; give true or false")
+                raise TokenError(f"label is {row['label']!r}; give true or false", "label is not true or false")
             return [_Plan((self._response(row, row["response"]),), {"label": float(row["label"])})]
 
         return self._encode("labelled", rows, plan, self._item)
@@ -238,12 +239,12 @@ class Encoder:
                 sequences = [next(spelled) for _ in one.drafts]
                 try:
                     item = make(one, [_good(sequence) for sequence in sequences], counts.next_item())
-                except BadRow as bad:
-                    counts.drop(bad, number)
+                except (BadRow, TokenError) as bad:
+                    counts.drop(self._dropped(bad, number), number)
                     continue
-                except TokenError as error:
-                    raise TokenError(f"row {number + 1}: {error}") from None
-                counts.keep(item, sum(part.unreasoned for draft in one.drafts for part in draft.parts))
+                counts.keep(
+                    item, sum(part.unreasoned for draft in one.drafts for part in draft.parts), self._end_tokens(one)
+                )
                 items.append(item)
                 row_ids.append(number)
         report = counts.report(show_item(self.tokenizer, items[0]) if items else "")
@@ -251,17 +252,31 @@ class Encoder:
             raise TokenError(f"data set {kind}: none of the {len(rows)} rows can be used: {report.drops_in_words()}")
         return EncodedData(items, row_ids, report)
 
+    def _dropped(self, bad: BadRow | TokenError, number: int) -> BadRow:
+        """What is counted of a row that cannot be used. Raises TokenError with its number where text.on_bad_row asks."""
+        if isinstance(bad, BadRow):
+            return bad
+        if self.text.on_bad_row == "refuse":
+            raise TokenError(
+                f"row {number + 1}: {bad}; text.on_bad_row: drop leaves such rows out", bad.reason
+            ) from None
+        return BadRow(bad.reason, str(bad) if str(bad) != bad.reason else "")
+
+    def _end_tokens(self, plan: _Plan) -> dict[str, int]:
+        tokens = {token for draft in plan.drafts for part in draft.parts for token in part.end_tokens}
+        if any(draft.closed for draft in plan.drafts):
+            tokens.add(self.tokenizer.eos_token)
+        return {token: self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
+
     def _planned(
         self, numbers: range, rows: Sequence[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
     ) -> Iterator[tuple[int, _Plan]]:
         for number in numbers:
             try:
                 plans = plan(rows[number])
-            except TokenError as error:
-                raise TokenError(f"row {number + 1}: {error}") from None
-            except BadRow as bad:
+            except (BadRow, TokenError) as bad:
                 counts.read(1)
-                counts.drop(bad, number)
+                counts.drop(self._dropped(bad, number), number)
                 continue
             counts.read(len(plans))
             yield from ((number, one) for one in plans)
@@ -287,7 +302,10 @@ def _good(spelled: Spelled | BadRow | TokenError) -> Spelled:
 
 def _column(row: Row, name: str, text: TextSettings) -> Any:
     if name not in row:
-        raise TokenError(f"text.format {text.format} needs a column {name}; the row has {', '.join(sorted(row))}")
+        raise TokenError(
+            f"text.format {text.format} needs a column {name}; the row has {', '.join(sorted(row))}",
+            f"text.format {text.format} needs a column {name}",
+        )
     return row[name]
 
 
@@ -300,7 +318,7 @@ def _as_text(value: Any, column: str) -> str:
 def _number(row: Row, name: str) -> float:
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TokenError(f"{name} is {value!r}; give a number")
+        raise TokenError(f"{name} is {value!r}; give a number", f"{name} is no number")
     return float(value)
 
 

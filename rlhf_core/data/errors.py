@@ -14,4 +14,8 @@ class BadRow(Exception):
 
 
 class TokenError(Exception):
-    """Rows that cannot be tokenised as a stage needs them. One line with the row's number."""
+    """Rows that cannot be tokenised as a stage needs them. One line with the row's number. `reason`: as BadRow's."""
+
+    def __init__(self, message: str, reason: str | None = None):
+        super().__init__(message)
+        self.reason = reason or message

@@ -84,10 +84,13 @@ def step_labels(steps: Sequence[str], labels: Sequence[Any], settings: PrmSettin
     the probability that the step is right. Raises TokenError for anything else, and where no step has a label.
     """
     if len(steps) != len(labels):
-        raise TokenError(f"{len(steps)} steps and {len(labels)} labels; give one label a step, null for none")
+        raise TokenError(
+            f"{len(steps)} steps and {len(labels)} labels; give one label a step, null for none",
+            "as many labels as steps are needed",
+        )
     empty = [number for number, step in enumerate(steps, start=1) if not step.strip()]
     if empty:
-        raise TokenError(f"step {empty[0]} is empty; leave it and its label out")
+        raise TokenError(f"step {empty[0]} is empty; leave it and its label out", "a step is empty")
     read = tuple(_label(label, settings) for label in labels)
     if all(label is None for label in read):
         raise TokenError("no step has a label; leave the row out")
@@ -105,4 +108,7 @@ def _label(label: Any, settings: PrmSettings) -> float | None:
         if label in (0, 1):
             return 1.0 - label
     allowed = f"true, false or one of {', '.join(settings.reward_tokens)}" if settings.labels == "hard" else "0 to 1"
-    raise TokenError(f"label {label!r} with labels: {settings.labels}; give {allowed}, or null for none")
+    raise TokenError(
+        f"label {label!r} with labels: {settings.labels}; give {allowed}, or null for none",
+        "a label that is not allowed",
+    )

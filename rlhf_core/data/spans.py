@@ -29,6 +29,7 @@ class Part:
 
     borders: lengths of its beginnings that generation is given as prompts. marks: ends of steps, in characters; asked
     for is the token that holds the character before each. unreasoned: turns whose reasoning the text does not hold.
+    end_tokens: those with which its spans end.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Part:
     borders: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
     unreasoned: int = 0
+    end_tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,10 @@ class Speller:
             return
         alone = self.tokenizer(expected, add_special_tokens=False)["input_ids"]
         if found != self._decoded(anchor, alone):
-            raise TokenError(f"the tokens to be trained on decode to {found[:60]!r}, not to {expected[:60]!r}")
+            raise TokenError(
+                f"the tokens to be trained on decode to {found[:60]!r}, not to {expected[:60]!r}",
+                "the tokens to be trained on decode to another text",
+            )
 
     def _decoded(self, anchor: int | None, ids: list[int]) -> str:
         """The text of tokens that stand behind `anchor`: some decoders trim the first token of what they are given."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from rlhf_core.data.token_report import TokenReport
 _TOKENS, _REPORT, _COMPLETE = "tokens.arrow", "report.json", "COMPLETE.json"
 _ITEMS_PER_CHUNK = 1024
 _SCALAR = "scalar."
+_END_TOKENS = b"end_token_ids"
 
 
 class TokenStore(Protocol):
@@ -123,7 +124,7 @@ def _fetch(store: TokenStore, key: str, complete: Mapping[str, Any], local_dir: 
 def _fill(store: TokenStore, path: str, data: EncodedData) -> dict[str, Any]:
     attempt = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
-        write_items(Path(directory, _TOKENS), data.items, data.row_ids)
+        write_items(Path(directory, _TOKENS), data.items, data.row_ids, data.report.end_tokens.values())
         Path(directory, _REPORT).write_text(data.report.to_json(), encoding="utf-8")
         files = store.upload_dir(directory, f"{path}/{attempt}")
     store.create(f"{path}/{_COMPLETE}", json.dumps({"attempt": attempt, "files": files}).encode())
@@ -139,12 +140,15 @@ def _read_complete(store: TokenStore, path: str) -> dict[str, Any] | None:
         return None
 
 
-def write_items(path: Path, items: Sequence[Item], row_ids: Sequence[int]) -> None:
+def write_items(path: Path, items: Sequence[Item], row_ids: Sequence[int], end_token_ids: Iterable[int] = ()) -> None:
     """One row an item: `row`, `ids.<s>`, `weights.<s>`, `labels.<s>` of each sample, `scalar.<name>`.
+
+    end_token_ids: of the tokens with which responses end; they stand in the schema's metadata.
 
     Raises ValueError where items differ in their number of samples, their scalars, or in having labels.
     """
     schema = _schema(items[0]) if items else pa.schema([("row", pa.int64())])
+    schema = schema.with_metadata({_END_TOKENS: json.dumps(sorted(end_token_ids))})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for begin in range(0, len(items), _ITEMS_PER_CHUNK):
             chunk = items[begin : begin + _ITEMS_PER_CHUNK]
@@ -184,11 +188,12 @@ class TokenTable:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)
             self._chunks = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-            names = reader.schema.names
+            names, about = reader.schema.names, reader.schema.metadata
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         self._samples = sum(name.startswith("ids.") for name in names)
         self._labelled = "labels.0" in names
         self._scalars = [name for name in names if name.startswith(_SCALAR)]
+        self.end_token_ids: tuple[int, ...] = tuple(json.loads(about[_END_TOKENS]))
 
     def __len__(self) -> int:
         return int(self._starts[-1])

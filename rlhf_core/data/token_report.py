@@ -1,7 +1,7 @@
 """What became of rows when they were made tokens: counts, lengths, an example with its loss mask shown."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -45,7 +45,8 @@ class TokenReport:
 
     unrolled: items beyond one a row, from conversations whose template rewrites earlier turns. cut: items that lost
     their end to max_len. trained_tokens: those of weight > 0. unreasoned: turns trained on without their
-    reasoning_content, which the chat template does not write. example: the first item, trained text in ⟦ ⟧.
+    reasoning_content, which the chat template does not write. end_tokens: the tokens that end what is trained on, and
+    their ids. example: the first item, trained text in ⟦ ⟧.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class TokenReport:
     tokens: int
     trained_tokens: int
     unreasoned: int
+    end_tokens: dict[str, int]
     lengths: Lengths | None
     example: str
 
@@ -100,6 +102,8 @@ class TokenReport:
                 f"| a sample | {one.min} | {one.median:g} | {one.mean:.1f} | {one.p95:g} | {one.max} |",
                 "",
             ]
+        if self.end_tokens:
+            lines += [f"Responses end with {', '.join(f'`{token}`' for token in self.end_tokens)}.", ""]
         if self.unreasoned:
             lines += [f"The chat template leaves out the reasoning of {self.unreasoned} turns.", ""]
         if self.dropped:
@@ -133,6 +137,7 @@ class TokenCounts:
     _cut_items: int = 0
     _trained: int = 0
     _unreasoned: int = 0
+    _end_tokens: dict[str, int] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
     _dropped: dict[str, Dropped] = field(default_factory=dict)
 
@@ -149,13 +154,16 @@ class TokenCounts:
         known = self._dropped.get(bad.reason, Dropped(0, row_id + 1, str(bad)))
         self._dropped[bad.reason] = Dropped(known.items + 1, known.first_row, known.first)
 
-    def keep(self, item: Item, unreasoned: int = 0) -> None:
+    def keep(self, item: Item, unreasoned: int, end_tokens: Mapping[str, int]) -> None:
+        """end_tokens: of the item as it was before it was cut."""
         self._items += 1
         self._unreasoned += unreasoned
         self._cut_items += self.cut
         for sample in item.samples:
             self._lengths.append(len(sample))
-            self._trained += int(np.count_nonzero(sample.weights))
+            trained = sample.ids[sample.weights > 0]
+            self._trained += len(trained)
+            self._end_tokens |= {token: number for token, number in end_tokens.items() if number in trained}
 
     def report(self, example: str) -> TokenReport:
         return TokenReport(
@@ -170,6 +178,7 @@ class TokenCounts:
             tokens=sum(self._lengths),
             trained_tokens=self._trained,
             unreasoned=self._unreasoned,
+            end_tokens=dict(sorted(self._end_tokens.items())),
             lengths=_lengths(np.array(self._lengths)) if self._lengths else None,
             example=example,
         )

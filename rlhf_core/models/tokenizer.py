@@ -1,10 +1,14 @@
 """Loading tokenizers, and what of them has to agree between models."""
 
 import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+
+_GENERATION = "generation_config.json"
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -38,6 +42,24 @@ def _unused_token(tokenizer: Any) -> str | None:
             if word in content.lower() and content not in taken:
                 return content
     return None
+
+
+def stop_token_ids(directory: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """With which a model's responses end: the tokenizer's EOS, and what its generation_config.json names besides.
+
+    A chat template may end turns with another token than the EOS (Llama 3.1: <|eot_id|> and <|end_of_text|>).
+    """
+    path = Path(directory) / _GENERATION
+    named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return tuple(dict.fromkeys(number for number in ids if number is not None))
+
+
+def write_stop_token_ids(directory: str | Path, ids: Iterable[int]) -> None:
+    """Into a model's generation_config.json, which Hugging Face's generation and vLLM stop by; the rest of it stays."""
+    path = Path(directory) / _GENERATION
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**config, "eos_token_id": list(ids)}, indent=2) + "\n", encoding="utf-8")
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:

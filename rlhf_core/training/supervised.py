@@ -17,7 +17,7 @@ from rlhf_core.data.samples import Item
 from rlhf_core.models.export import ADAPTER_DIRECTORY
 from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
-from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
 from rlhf_core.training.mesh import mesh_of
 from rlhf_core.training.objective import Batch, Objective
@@ -161,6 +161,15 @@ class PolicyTrainer(SupervisedTrainer):
         if self.settings.lora is not None:
             add_lora(policy.lm, self.settings.lora, "causal", self.settings.seed)
         return policy
+
+    def export(self, directory: str) -> dict[str, Any]:
+        """Generation stops at the tokens with which the responses ended that were trained on, too."""
+        facts = super().export(directory)
+        known = stop_token_ids(self.model_dir, self.tokenizer)
+        stops = list(dict.fromkeys([*known, *self.tables["train"].end_token_ids]))
+        if self.rank == 0:
+            write_stop_token_ids(directory, stops)
+        return {**facts, "stop_token_ids": stops}
 
     def _policy(self, directory: Path) -> Policy:
         policy = load_policy(str(directory), **self._loading())

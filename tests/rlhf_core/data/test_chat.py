@@ -375,13 +375,34 @@ def test_content_beside_a_tool_call_that_the_template_drops_is_refused(model_tok
         encode(model_tokenizer("llama3_1"), messages, TOOLS)
 
 
-def test_a_conversation_that_the_assistant_begins_is_refused_unless_that_turn_is_context(model_tokenizer):
+def test_a_turn_that_opens_the_conversation_is_context(model_tokenizer):
+    """As in ShareGPT's data: nothing stands before it that it could answer."""
     tokenizer = model_tokenizer("chatml")
     messages = [assistant("Welcome."), user("Hello"), assistant("Fine.")]
-    with pytest.raises(TokenError, match=r"message 1 \(assistant\): an assistant's turn with nothing before it"):
-        encode(tokenizer, messages)
-    data = encode(tokenizer, [assistant("Welcome.", weight=0), *messages[1:]])
+    data = encode(tokenizer, messages)
     assert trained_texts(tokenizer, data) == ["Fine.<|im_end|>"]
+    assert decode(tokenizer, data.items[0].samples[0].ids).startswith("<|im_start|>assistant\nWelcome.<|im_end|>")
+    with pytest.raises(TokenError, match="no assistant turn to train on"):
+        encode(tokenizer, messages[:1])
+    pair = {"prompt": [], "chosen": "a", "rejected": "b"}
+    with pytest.raises(TokenError, match=r"message 1 \(assistant\): an assistant's turn with nothing before it"):
+        Encoder(tokenizer, TextSettings(), 100).pairs([pair])
+
+
+def test_the_tokens_with_which_turns_end_are_reported(make_tokenizer, model_tokenizer):
+    """Llama 3's template under a base model's tokenizer, whose EOS no turn is ended with."""
+    tokenizer = make_tokenizer("<|begin_of_text|>", "</s>")
+    tokenizer.chat_template = model_tokenizer("llama3").chat_template
+    messages = [user("Hello"), assistant("Fine.")]
+    report = encode(tokenizer, messages).report
+    assert report.end_tokens == {"<|eot_id|>": tokenizer.convert_tokens_to_ids("<|eot_id|>")}
+    assert "Responses end with `<|eot_id|>`." in report.to_markdown()
+    plain = Encoder(tokenizer, TextSettings(format="text"), 100).sft([{"text": "Hello"}]).report
+    assert plain.end_tokens == {"</s>": tokenizer.eos_token_id}
+    # A turn that has lost its end does not teach it.
+    length = len(encode(tokenizer, messages).items[0].samples[0])
+    cut = Encoder(tokenizer, TextSettings(truncation="cut"), length - 1).sft([{"messages": messages}])
+    assert (cut.report.cut, cut.report.end_tokens) == (1, {})
 
 
 # -- random conversations ---------------------------------------------------------------------------------------------

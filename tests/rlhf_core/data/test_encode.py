@@ -484,6 +484,58 @@ def test_steps_that_are_cut_keep_the_labels_of_those_left(tokenizer):
     assert data.report.cut == 1
 
 
+# -- rows that cannot be tokenised ------------------------------------------------------------------------------------
+
+
+def gemma_rows():
+    system, question, answer = (
+        {"role": role, "content": content} for role, content in (("system", "s"), ("user", "a"), ("assistant", "b"))
+    )
+    return [
+        {"messages": [question, answer]},
+        {"messages": [system, question, answer]},
+        {"messages": [question, question, answer]},
+        {"messages": [question, answer, system, question, answer]},
+        {"messages": [question, answer, question, question, answer]},
+    ]
+
+
+def test_a_row_that_the_template_refuses_stops_the_stage_or_is_left_out_and_counted(model_tokenizer):
+    tokenizer = model_tokenizer("gemma")
+    refused = "the chat template refuses the conversation: "
+    with pytest.raises(TokenError) as caught:
+        encoder(tokenizer).sft(gemma_rows())
+    assert str(caught.value) == (
+        f"row 2: message 3 (assistant): {refused}System role not supported; text.on_bad_row: drop leaves such rows out"
+    )
+    data = encoder(tokenizer, on_bad_row="drop").sft(gemma_rows())
+    assert data.row_ids == [0]
+    roles = refused + "Conversation roles must alternate user/assistant/user/assistant/..."
+    # Rows that are bad in the same way are counted together, whichever message is at fault.
+    assert {reason: (one.items, one.first_row) for reason, one in data.report.dropped.items()} == {
+        refused + "System role not supported": (1, 2),
+        roles: (3, 3),
+    }
+    assert data.report.dropped[roles].first == f"{roles}: message 3 (assistant): {roles}"
+    assert data.report.rows == data.report.items + 4
+    with pytest.raises(TokenError, match=f"none of the 4 rows can be used: {refused}System role not supported: 1 "):
+        encoder(tokenizer, on_bad_row="drop").sft(gemma_rows()[1:])
+
+
+def test_rows_whose_tokens_or_labels_are_wrong_are_left_out_too(make_tokenizer, tokenizer):
+    rows = [{"prompt": "How?", "steps": ["a", "b"], "labels": labels} for labels in ([7, True], [True], [True, True])]
+    data = encoder(tokenizer, on_bad_row="drop").steps(rows, prm())
+    assert data.row_ids == [2]
+    assert set(data.report.dropped) == {"a label that is not allowed", "as many labels as steps are needed"}
+    trimmed = make_tokenizer(None, "<|im_end|>", trim_offsets=True)
+    trimmed.chat_template = tokenizer.chat_template.replace(
+        "+ message['content']", "+ ('note: ' if message['content'] == 'thank you' else '') + message['content']"
+    )
+    rows = [{"prompt": "How?", "response": response} for response in ("thank you", "Fine.")]
+    data = encoder(trimmed, on_bad_row="drop").sft(rows)
+    assert (data.row_ids, sum(one.items for one in data.report.dropped.values())) == ([1], 1)
+
+
 # -- the report -------------------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def test_tokens_are_made_once(tmp_path, encoder, scheme):
     assert (first.hit, second.hit, len(calls)) == (False, True, 1)
     assert second.report == first.report == encoder.sft(ROWS).report
     assert_equal(second.table.item(0), encoder.sft(ROWS).items[0])
+    assert second.table.end_token_ids == (encoder.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     cached_tokens(store, "l" * 64, tmp_path / "b", encode)
     assert len(calls) == 2
 

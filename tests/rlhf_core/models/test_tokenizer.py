@@ -1,4 +1,4 @@
-"""Which token pads: one of the vocabulary, never EOS."""
+"""Which token pads: one of the vocabulary, never EOS. Which tokens end a response."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 
 EOS = "<|end|>"
 RIGHT_PAD = "<|finetune_right_pad_id|>"
@@ -61,3 +61,26 @@ def test_without_a_token_to_choose_it_is_refused(tmp_path: Path) -> None:
     config: dict[str, Any] = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|im_start|>"}))
     assert load_tokenizer(directory).pad_token == "<|im_start|>"  # what the message asks for works
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(None, (2,)), ({}, (2,)), ({"eos_token_id": 3}, (2, 3)), ({"eos_token_id": [3, 2, 4]}, (2, 3, 4))],
+)
+def test_responses_end_with_the_eos_and_what_the_generation_config_names(
+    tmp_path: Path, named: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, ["<unk>", "<|eot|>"], unk_token="<unk>"))
+    if named is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(named))
+    assert stop_token_ids(tmp_path, tokenizer) == expected
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_written_stop_tokens_are_what_hugging_face_generates_by(tmp_path: Path, written: bool) -> None:
+    if written:
+        GenerationConfig(bos_token_id=1, eos_token_id=2, do_sample=True, top_p=0.9).save_pretrained(tmp_path)
+    write_stop_token_ids(tmp_path, [2, 7])
+    config = GenerationConfig.from_pretrained(tmp_path)
+    assert config.eos_token_id == [2, 7]
+    assert (config.bos_token_id, config.top_p) == ((1, 0.9) if written else (None, GenerationConfig().top_p))

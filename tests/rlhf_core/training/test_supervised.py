@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
-from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
-from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, TrainerSettings
+from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings, TextSettings
+from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, ScratchModel, TrainerSettings
 from rlhf_core.data.encode import EncodedData, Encoder
 from rlhf_core.data.token_cache import cached_tokens
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -22,7 +28,7 @@ from rlhf_core.store.leases import acquire
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from rlhf_core.training import supervised_loop as loop
-from rlhf_core.training.rank import Job
+from rlhf_core.training.rank import Job, base_model_directory
 
 pytestmark = pytest.mark.engines
 
@@ -189,6 +195,14 @@ def test_a_reference_of_its_own(groups: Any, job_of: Any, llama_tied: str) -> No
     assert before["rewards/chosen"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-4)
 
 
+def test_two_models_from_scratch_are_two(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 16, "max_position": 16}
+    one, other = (
+        base_model_directory(ModelSource(scratch=ScratchModel(**small, seed=seed)), str(tmp_path), 0) for seed in (0, 1)
+    )
+    assert (one / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
 def test_a_reward_models_export_scores_as_it_was_evaluated(
     groups: Any, job_of: Any, tmp_path: Path, lora: LoraSettings | None
@@ -214,6 +228,21 @@ def test_a_reward_models_export_scores_as_it_was_evaluated(
     chosen, rejected = scores.view(-1, 2).unbind(1)
     assert done["after"]["accuracy"] == pytest.approx((chosen > rejected).double().mean().item())
     assert AutoTokenizer.from_pretrained(out).chat_template
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_an_exported_policy_stops_where_its_template_ends_a_turn(
+    groups: Any, job_of: Any, tmp_path: Path, stage: str
+) -> None:
+    """As for a base model whose EOS its chat template does not write."""
+    template, out = tmp_path / "template.jinja", tmp_path / "export"
+    template.write_text("{% for m in messages %}{{ m.content }}<pad>{% endfor %}")
+    job = job_of(stage, 1, text=TextSettings(chat_template=str(template)))
+    done = groups[1].run("supervised", target=TARGETS[stage], job=job, train_steps=1, export=str(out))[0]
+    tokenizer, config = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<pad>")]
+    assert config.eos_token_id == done["facts"]["stop_token_ids"] == stops
+    assert tokenizer.eos_token != "<pad>"
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
