@@ -98,7 +98,7 @@ class DataSource(SourceFields):
     )
     seed: int = Field(default=0, ge=0, description="Seed of the drawing from a mixture's sources.")
     on_bad_row: Literal["refuse", "drop"] = Field(
-        default="refuse", description="A row that cannot be used: stop and name it, or leave it out and count it."
+        default="refuse", description="A row that cannot be read: stop and name it, or leave it out and count it."
     )
 
     @model_validator(mode="after")
