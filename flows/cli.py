@@ -134,6 +134,48 @@ def merge_lora(
     console.print(f"{out}: merged {merged.kind} model; {error}", soft_wrap=True)
 
 
+@app.command()
+def serve_reward(
+    model: Annotated[Path, typer.Option(help="Directory of a reward model or a process reward model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 5000,
+    token_env: Annotated[str, typer.Option(help="Environment variable with the token.")] = "RLHF_REWARD_TOKEN",
+    no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on the loopback alone.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda, cpu, ...; cuda where there is one.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "bfloat16",
+    max_tokens: Annotated[int | None, typer.Option(help="Longest query; the model's positions by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Queries in a forward pass, of any requests.")] = 32,
+    wait_ms: Annotated[float, typer.Option(help="How long a batch waits for more queries.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(help="Longest request.")] = 180.0,
+    normalize: Annotated[bool, typer.Option("--normalize", help="(score - mean) / std, of held-out scores.")] = False,
+    aggregate: Annotated[
+        Literal["min", "mean", "last", "product"], typer.Option(help="How the steps' probabilities become a reward.")
+    ] = "min",
+) -> None:
+    """Serve a reward model over HTTP, in the protocol of OpenRLHF's remote reward clients, until Ctrl-C."""
+    # Imported here: no other command needs torch and a server.
+    from rlhf_core.rollout import reward_server
+    from rlhf_core.rollout.http_client import secret
+    from rlhf_core.rollout.reward_models import default_device, load_reward_model
+
+    with _one_line_errors():
+        token = None if no_token else secret("--token-env", token_env)
+        reward_server.check_access(host, token)
+        limits = reward_server.Limits(batch_size=batch_size, window_s=wait_ms / 1000, timeout_s=timeout_s)
+        with reward_server.bind(host, port) as listening:
+            loaded = load_reward_model(
+                model,
+                device=device or default_device(),
+                dtype=dtype,
+                max_tokens=max_tokens,
+                normalize=normalize,
+                aggregate=aggregate,
+            )
+            address, bound = listening.getsockname()[:2]
+            console.print(f"{loaded.kind} model {model}: http://{address}:{bound}/get_reward", soft_wrap=True)
+            reward_server.serve(reward_server.make_app(loaded, token=token, limits=limits), listening)
+
+
 def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> None:
     """Raises RunFailed unless the run completes."""
     settings = load_pipeline(pipeline, overrides)

@@ -10,11 +10,17 @@ from rlhf_core.rollout.trajectory import Trajectory
 
 
 def judged_ids(trajectory: Trajectory, tokenizer: Any, tokens: StepTokens) -> tuple[np.ndarray, list[int]]:
+    """A trajectory's `judged_response`."""
+    return judged_response(trajectory.prompt_ids, trajectory.response_ids, tokenizer, tokens)
+
+
+def judged_response(
+    prompt: np.ndarray, response: np.ndarray, tokenizer: Any, tokens: StepTokens
+) -> tuple[np.ndarray, list[int]]:
     """(token ids up to the last placeholder, the placeholders' positions); without a step: the prompt and [].
 
     Steps are what stands between separators, as in training; a response that was cut off ends in a step as well.
     """
-    prompt, response = trajectory.prompt_ids, trajectory.response_ids
     if len(response) and response[-1] == tokenizer.eos_token_id:
         response = response[:-1]
     text = tokenizer.decode(response.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
