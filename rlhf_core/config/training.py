@@ -98,9 +98,11 @@ class OptimizerSettings(Settings):
 
 
 class TrainerSettings(Settings):
-    """How the trainer's ranks are laid out and what they save; none of it changes what is trained."""
+    """How the trainer's ranks are laid out and what they save; only grad_accum_dtype changes what is trained."""
 
-    ranks: Annotated[int, Neutral] = Field(default=1, gt=0, description="Data-parallel ranks, one accelerator each.")
+    ranks: Annotated[int, Neutral] = Field(
+        default=1, gt=0, description="Processes, one accelerator each; tensor- and sequence-parallel ones counted."
+    )
     zero_stage: Annotated[Literal[0, 1, 2, 3], Neutral] = Field(
         default=2, description="DeepSpeed ZeRO stage; for 0, bfloat16 and ranks that share samples train with 1."
     )
@@ -125,7 +127,7 @@ class TrainerSettings(Settings):
         default=1, gt=0, description="Ranks that share each sequence (DeepSpeed Ulysses)."
     )
     overlap_comm: Annotated[bool, Neutral] = Field(default=False, description="Reduce gradients during the backward.")
-    grad_accum_dtype: Annotated[Literal["float32", "bfloat16"] | None, Neutral] = Field(
+    grad_accum_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None, description="Dtype in which gradients add up; null: float32."
     )
     zpg: Annotated[int, Neutral] = Field(
@@ -162,10 +164,3 @@ class TrainerSettings(Settings):
     def saves_at(self, step: int, total: int) -> bool:
         """Whether a training checkpoint is made after step `step` of `total`."""
         return self.save_steps is not None and (step == total or step % self.save_steps == 0)
-
-
-def check_batch(batch_size: int, ranks: int, name: str = "batch_size") -> None:
-    """Every rank gets the same number of samples of each optimizer step, or the settings are refused."""
-    if batch_size % ranks:
-        near = max(ranks, batch_size // ranks * ranks)
-        raise ValueError(f"{name} {batch_size} is not a multiple of trainer.ranks {ranks}; e.g. {near} is")

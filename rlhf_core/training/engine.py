@@ -29,7 +29,7 @@ from rlhf_core.training.sequence_parallel import SequenceShards
 from rlhf_core.training.tensor_parallel import tensor_parallel_config, whole_tensor
 from rlhf_core.training.universal import ENGINE_DIRECTORY, is_universal
 
-TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _initialize: Any = deepspeed.initialize  # its annotations leave out parameter groups and torch's schedulers
 
 
@@ -141,6 +141,7 @@ class TrainEngine:
         batches = [self._moved(batch) for batch in micro_batches]
         totals = self._denominators(batches, objective)
         lr = self.engine.get_lr()[self._adamw]  # before the step, which moves the schedule on
+        skipped = self.engine.skipped_steps
         sums: dict[str, float] = {}
         norm: Any = math.nan
         for number, batch in enumerate(batches):
@@ -156,9 +157,11 @@ class TrainEngine:
             self.ema.update()
         loss_sum, metrics = self._summed(sums)
         norm = float(norm if self._unwrapped else self.engine.get_global_grad_norm())
-        self._check_finite(
-            {"loss": loss_sum, "grad_norm": norm, **{name: total for name, (total, _) in metrics.items()}}
-        )
+        checked = {"loss": loss_sum, **{name: total for name, (total, _) in metrics.items()}}
+        # In float16 DeepSpeed skips a step whose scaled gradients overflow, and lowers the scale.
+        if self.engine.skipped_steps == skipped:
+            checked["grad_norm"] = norm
+        self._check_finite(checked)
         return StepResult(loss=loss_sum, grad_norm=norm, lr=lr, metrics=metrics)
 
     def _check_finite(self, values: dict[str, float]) -> None:

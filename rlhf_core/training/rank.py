@@ -13,6 +13,7 @@ from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.training import ModelSource, TrainerSettings
 from rlhf_core.store.artifacts import fetch
 from rlhf_core.store.checkpoints import Checkpoint, Shards, download, upload_shards
+from rlhf_core.store.keys import canonical_json, sha256_text
 from rlhf_core.store.leases import attach
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
@@ -149,7 +150,8 @@ def base_model_directory(source: ModelSource, scratch: str, rank: int | str) -> 
     from rlhf_core.models.scratch import write_scratch_model
 
     assert source.scratch is not None  # the settings model admits no other case
-    directory = Path(scratch) / f"base-{rank}"
+    name = sha256_text(canonical_json(source.scratch.model_dump()))[:12]  # a reference may be another one
+    directory = Path(scratch) / f"base-{rank}-{name}"
     if not directory.exists():
         write_scratch_model(directory, **source.scratch.model_dump())
     return directory

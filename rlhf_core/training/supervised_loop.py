@@ -3,6 +3,7 @@
 from typing import Any
 
 from rlhf_core.cluster.workers import WorkerGroup
+from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.store.checkpoints import best_complete, newest_complete
 from rlhf_core.store.leases import Lease
@@ -50,7 +51,7 @@ def run_supervised(
         if info["eval_rows"] and _evaluates(settings, step, total):
             evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
             history.add(step, evaluation, phase="eval")
-            metric = evaluation[settings.best_metric] if settings.best_metric is not None else None
+            metric = _measured(settings, evaluation)
         if settings.trainer.saves_at(step, total) or _improved(settings, history, step):
             finish_checkpoint(
                 group,
@@ -62,7 +63,7 @@ def run_supervised(
                 settings.trainer,
                 timeout_s=start_timeout_s,
                 metric=metric,
-                better=settings.best_is,
+                better=settings.better,
             )
     best = _restore_best(group, job, store, history, total, timeout_s=start_timeout_s)
     evaluation = _evaluation(history, best)
@@ -77,6 +78,18 @@ def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:
     return step == total or (settings.eval_steps is not None and step % settings.eval_steps == 0)
 
 
+def _measured(settings: SupervisedSettings, evaluation: Metrics) -> float | None:
+    """Raises SettingsError where the held-out rows give no value for best_metric."""
+    if settings.best_metric is None:
+        return None
+    if settings.best_metric not in evaluation:
+        raise SettingsError(
+            f"best_metric {settings.best_metric!r} has no value: the held-out rows have nothing that it counts; give "
+            f"others, or another metric of {', '.join(settings.metrics)}"
+        )
+    return evaluation[settings.best_metric]
+
+
 def _improved(settings: SupervisedSettings, history: History, step: int) -> bool:
     """Whether the evaluation at `step`, if there was one, is better than each before it."""
     if settings.best_metric is None:
@@ -84,7 +97,7 @@ def _improved(settings: SupervisedSettings, history: History, step: int) -> bool
     steps, values = history.curve(settings.best_metric, "eval")
     if not steps or steps[-1] != step:
         return False
-    sign = 1 if settings.best_is == "higher" else -1
+    sign = 1 if settings.better == "higher" else -1
     return all(sign * values[-1] > sign * before for before in values[:-1])
 
 
@@ -93,7 +106,7 @@ def _restore_best(group: WorkerGroup, job: Job, store: Store, history: History, 
     settings: SupervisedSettings = job.settings
     if settings.best_metric is None:
         return total
-    best = best_complete(store, job.stage, job.key, settings.best_is)
+    best = best_complete(store, job.stage, job.key, settings.better)
     if best is None or best.step == total:
         return total
     history.events.write("phase", name="best", step=best.step)
