@@ -12,20 +12,13 @@ import numpy as np
 from rlhf_core.config.data import ArithmeticSource, DataSource, SourceFields
 from rlhf_core.config.shapes import DatasetKind
 from rlhf_core.data import arithmetic
+from rlhf_core.data.drops import Dropped, count_drop
 from rlhf_core.data.errors import BadRow, DataError
 from rlhf_core.data.rows import Row
 from rlhf_core.data.shapes import check_mapped, convert, recognise, renamed
 from rlhf_core.data.sources import read_hub, read_path
 
 EQUAL_PAIR = "chosen equals rejected"
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Rows left out for one reason, and the number of the first, counted from 1."""
-
-    rows: int
-    first_row: int
 
 
 @dataclass(frozen=True)
@@ -154,10 +147,9 @@ def _converted(kind: DatasetKind, data: DataSource, source: SourceFields, name: 
                 raise DataError(
                     f"data set {kind}: row {number} of {name}: {bad}; mend it, or set on_bad_row: drop"
                 ) from None
-            before = dropped.get(bad.reason, Dropped(0, number))
-            dropped[bad.reason] = Dropped(before.rows + 1, before.first_row)
+            count_drop(dropped, bad, number)
     if not kept:
-        reasons = ", ".join(f"{reason} ({one.rows})" for reason, one in dropped.items())
+        reasons = ", ".join(f"{reason} ({one.items})" for reason, one in dropped.items())
         raise DataError(f"data set {kind}: none of the {len(rows)} rows of {name} can be used: {reasons}; mend them")
     return Reading(name, found.described, kept, len(rows), dropped, found.unused, found.unused_keys)
 

@@ -7,14 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_core.config.shapes import DatasetKind
+from rlhf_core.data.lengths import lengths_of
 from rlhf_core.data.loading import LoadedData, Reading
 from rlhf_core.data.rows import Row
 from rlhf_core.tracking.plots import plot_histogram
-
-_BINS = 20
 
 
 def data_report(kind: DatasetKind, data: LoadedData) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def data_report(kind: DatasetKind, data: LoadedData) -> dict[str, Any]:
             }
             for source, taken in zip(data.sources, data.taken, strict=True)
         ],
-        "characters": _lengths(row_lengths(data.rows)),
+        "characters": asdict(lengths_of(row_lengths(data.rows))),
         "example": data.rows[0],
     }
 
@@ -61,8 +58,8 @@ def summary_markdown(report: dict[str, Any]) -> str:
     lengths = report["characters"]
     lines = [
         f"**{report['dataset']}**: {report['rows']} rows, {report['eval_rows']} held out; "
-        f"{report['duplicate_rows']} duplicates; {lengths['min']} / {lengths['median']} / {lengths['max']} characters "
-        "(min / median / max)",
+        f"{report['duplicate_rows']} duplicates; "
+        f"{lengths['min']} / {lengths['median']:.10g} / {lengths['max']} characters (min / median / max)",
         "",
         "| source | shape | read | dropped | taken |",
         "|---|---|---|---|---|",
@@ -91,7 +88,7 @@ def plot_lengths(path: Path, report: dict[str, Any]) -> None:
 
 def _source_line(source: dict[str, Any], taken: str) -> str:
     dropped = "; ".join(
-        f"{reason}: {one['rows']} (first: row {one['first_row']})" for reason, one in source["dropped"].items()
+        f"{reason}: {one['items']} (first: row {one['first_row']})" for reason, one in source["dropped"].items()
     )
     return f"| {source['name']} | {source['shape']} | {source['rows_read']} | {dropped or 0} | {taken} |"
 
@@ -123,7 +120,7 @@ def _reading(reading: Reading) -> dict[str, Any]:
 
 
 def _count_dropped(readings: Iterable[Reading]) -> int:
-    return sum(dropped.rows for reading in readings for dropped in reading.dropped.values())
+    return sum(dropped.items for reading in readings for dropped in reading.dropped.values())
 
 
 def _count_duplicates(rows: Iterable[Row]) -> int:
@@ -143,12 +140,3 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_characters(item) for name, item in value.items() if name not in ("role", "type"))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
-
-
-def _lengths(lengths: list[int]) -> dict[str, Any]:
-    """Quantiles, and a histogram: counts[i] rows have edges[i] <= length < edges[i + 1]."""
-    ordered = sorted(lengths)
-    edges = np.unique(np.linspace(0, ordered[-1] + 1, _BINS + 1).astype(int))
-    counts, _ = np.histogram(ordered, edges)
-    quantiles = {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
-    return {**quantiles, "edges": edges.tolist(), "counts": counts.tolist()}

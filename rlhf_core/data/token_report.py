@@ -7,36 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from rlhf_core.data.drops import Dropped, count_drop
 from rlhf_core.data.errors import BadRow
+from rlhf_core.data.lengths import Lengths, lengths_of
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.tracking.plots import plot_histogram
 
-_BINS = 20
 _EXAMPLE_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """How many items, and the first one's row, from 1, with what was wrong there."""
-
-    items: int
-    first_row: int
-    first: str
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Of the samples, in tokens. counts[i] of them have edges[i] <= length < edges[i + 1]."""
-
-    min: int
-    median: float
-    mean: float
-    p95: float
-    max: int
-    edges: list[int]
-    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -151,8 +128,7 @@ class TokenCounts:
         return self
 
     def drop(self, bad: BadRow, row_id: int) -> None:
-        known = self._dropped.get(bad.reason, Dropped(0, row_id + 1, str(bad)))
-        self._dropped[bad.reason] = Dropped(known.items + 1, known.first_row, known.first)
+        count_drop(self._dropped, bad, row_id + 1)
 
     def keep(self, item: Item, unreasoned: int, end_tokens: Mapping[str, int]) -> None:
         """end_tokens: of the item as it was before it was cut."""
@@ -179,7 +155,7 @@ class TokenCounts:
             trained_tokens=self._trained,
             unreasoned=self._unreasoned,
             end_tokens=dict(sorted(self._end_tokens.items())),
-            lengths=_lengths(np.array(self._lengths)) if self._lengths else None,
+            lengths=lengths_of(self._lengths) if self._lengths else None,
             example=example,
         )
 
@@ -203,20 +179,6 @@ def _show(tokenizer: Any, sample: Sample) -> str:
         pieces.append(f"⟦{text(start, end)}{label}⟧" if trained else text(start, end))
         start = end
     return "".join(pieces)
-
-
-def _lengths(lengths: np.ndarray) -> Lengths:
-    edges = np.unique(np.linspace(0, lengths.max() + 1, _BINS + 1).astype(int))
-    counts, _ = np.histogram(lengths, edges)
-    return Lengths(
-        min=int(lengths.min()),
-        median=float(np.median(lengths)),
-        mean=float(lengths.mean()),
-        p95=float(np.percentile(lengths, 95)),
-        max=int(lengths.max()),
-        edges=edges.tolist(),
-        counts=counts.tolist(),
-    )
 
 
 def _runs_of(text: str, character: str) -> Iterator[str]:

@@ -66,7 +66,8 @@ def test_pairs_of_equal_responses_are_counted_in_the_report_and_the_metrics(plan
     assert counts.items() <= manifest.metrics.items()
     report = json.loads((files / "data_report.json").read_text())
     assert counts.items() <= report.items()
-    assert report["sources"][0]["dropped"] == {"chosen equals rejected": {"rows": 1, "first_row": 2}}
+    reason = "chosen equals rejected"
+    assert report["sources"][0]["dropped"] == {reason: {"items": 1, "first_row": 2, "first": reason}}
 
 
 def test_a_mixture_of_a_file_and_a_loader_with_a_held_out_share(planned, artifact, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_core.config.data import ArithmeticSource, DataSource
+from rlhf_core.data.drops import Dropped
 from rlhf_core.data.errors import DataError
-from rlhf_core.data.loading import Dropped, interleaved, is_held_out, load_data
+from rlhf_core.data.loading import interleaved, is_held_out, load_data
 
 
 @pytest.fixture
@@ -181,7 +182,10 @@ def test_bad_rows_are_dropped_and_counted_by_reason_where_asked_for(write):
     # The first row twice: the held-out rows are others than the training rows, and are dropped alike.
     source = DataSource(path=write("a.jsonl", ROWS), eval_path=write("b.jsonl", ROWS + ROWS[:1]), on_bad_row="drop")
     data = load_data("sft", source)
-    dropped = {"column response is not text": Dropped(2, 2), "nothing in column prompt": Dropped(1, 3)}
+    dropped = {
+        "column response is not text": Dropped(2, 2, "column response is not text: it holds int 7; give a string"),
+        "nothing in column prompt": Dropped(1, 3, "nothing in column prompt"),
+    }
     (loaded,) = data.sources
     assert loaded.held_out is not None
     assert (data.rows, data.held_out) == (ROWS[:1], ROWS[:1] * 2)
@@ -193,7 +197,7 @@ def test_pairs_of_equal_responses_are_always_dropped_and_counted(write):
     rows = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in ("xy", "zz", "yx", "xx")]
     data = load_data("pairs", DataSource(path=write("a.jsonl", rows)))
     assert data.rows == [rows[0], rows[2]]
-    assert data.sources[0].train.dropped == {"chosen equals rejected": Dropped(2, 2)}
+    assert data.sources[0].train.dropped == {"chosen equals rejected": Dropped(2, 2, "chosen equals rejected")}
     path = write("b.jsonl", [rows[1], rows[3]])
     with pytest.raises(DataError) as caught:
         load_data("pairs", DataSource(path=path))

@@ -33,9 +33,16 @@ def test_every_row_is_accounted_for(tmp_path):
     (source,) = report["sources"]
     assert source["name"] == f"{tmp_path}/a.jsonl"
     assert (source["shape"], source["rows_read"], source["rows_kept"], source["rows_taken"]) == ("prompt", 4, 3, 3)
-    assert source["dropped"] == {"nothing in column prompt": {"rows": 1, "first_row": 2}}
+    reason = "nothing in column prompt"
+    assert source["dropped"] == {reason: {"items": 1, "first_row": 2, "first": reason}}
     assert source["unused_columns"] == ["id"]
-    assert source["eval"]["dropped"] == {"column response is not text": {"rows": 1, "first_row": 2}}
+    assert source["eval"]["dropped"] == {
+        "column response is not text": {
+            "items": 1,
+            "first_row": 2,
+            "first": "column response is not text: it holds int 3; give a string",
+        }
+    }
     assert report["example"] == {"prompt": "1+2?", "response": "3"}
     lengths = report["characters"]
     assert (lengths["min"], lengths["median"], lengths["max"]) == (5, 5, 14)
