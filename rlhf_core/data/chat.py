@@ -78,11 +78,21 @@ class ChatTemplate:
         ends = sorted(map(re.escape, special_tokens(tokenizer)), key=len, reverse=True)
         self._end_token = re.compile("|".join(ends) or r"(?!)")
 
-    def source(self, tools: Sequence[Any] | None = None) -> str:
+    @property
+    def content(self) -> str | dict[str, str]:
+        """All that renderings depend on: the Jinja text, or several by name (Hugging Face: default, tool_use)."""
+        return self._tokenizer.chat_template if self._template is None else self._template
+
+    def source(self, tools: Sequence[Any] | None) -> str:
         """The Jinja text; a tokenizer may have one of its own for conversations with tools."""
         if self._template is not None:
             return self._template
-        return self._tokenizer.get_chat_template(None, list(tools) if tools else None)
+        try:
+            return self._tokenizer.get_chat_template(None, list(tools) if tools else None)
+        except ValueError as error:  # several, and none of them `default`
+            raise TokenError(
+                f"the tokenizer has no chat template for this row: {' '.join(str(error).split())}"
+            ) from None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """What generation of an assistant's answer is given. Raises TokenError where a message is lost."""

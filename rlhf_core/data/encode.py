@@ -63,8 +63,8 @@ class Encoder:
             self._template = ChatTemplate(tokenizer, read_chat_template(text))
 
     @property
-    def chat_template(self) -> str | None:
-        return self._template.source() if self._template is not None else None
+    def chat_template(self) -> str | dict[str, str] | None:
+        return self._template.content if self._template is not None else None
 
     def sft(self, rows: Sequence[Row]) -> EncodedData:
         """One sample an item, the loss weights of its assistant turns."""
@@ -253,7 +253,7 @@ class Encoder:
         return EncodedData(items, row_ids, report)
 
     def _dropped(self, bad: BadRow | TokenError, number: int) -> BadRow:
-        """What is counted of a row that cannot be used. Raises TokenError with its number where text.on_bad_row asks."""
+        """What is counted of a row that cannot be used. Raises TokenError, with its number, where that is asked for."""
         if isinstance(bad, BadRow):
             return bad
         if self.text.on_bad_row == "refuse":

@@ -53,7 +53,7 @@ def token_key(
     kind: str,
     rows_digest: str,
     tokenizer: Any,
-    chat_template: str | None,
+    chat_template: str | dict[str, str] | None,
     text: TextSettings,
     max_len: int,
     settings: dict[str, Any] | None = None,

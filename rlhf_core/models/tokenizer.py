@@ -67,8 +67,15 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     backend = tokenizer.backend_tokenizer.to_str()
     return {
         "tokenizer_digest": hashlib.sha256(backend.encode()).hexdigest(),
-        "chat_template_digest": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
+        "chat_template_digest": hashlib.sha256(_template_text(tokenizer.chat_template).encode()).hexdigest(),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+
+
+def _template_text(chat_template: str | dict[str, str] | None) -> str:
+    """A tokenizer's chat template as one text, to tell it from others: its Jinja or, of several by name, JSON."""
+    if isinstance(chat_template, dict):
+        return json.dumps(chat_template, sort_keys=True)
+    return chat_template or ""

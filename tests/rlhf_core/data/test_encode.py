@@ -134,6 +134,22 @@ def test_a_tokenizer_without_template_is_refused_only_where_one_is_needed(make_t
     assert encoder(bare, format="template").chat_template is None
 
 
+def test_a_tokenizer_with_several_templates_takes_the_one_for_tools_where_a_row_has_them(make_tokenizer, tokenizer):
+    several = make_tokenizer(None, "<|im_end|>")
+    plain = tokenizer.chat_template
+    several.chat_template = {"default": plain, "tool_use": "with tools\n" + plain}
+    messages = [*MESSAGES, {"role": "assistant", "content": "Fine."}]
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    one = encoder(several)
+    first, second = one.sft([{"messages": messages}, {"messages": messages, "tools": [tool]}]).items
+    assert split(several, first.samples[0]) == (PROMPT, "Fine.<|im_end|>")
+    assert split(several, second.samples[0]) == ("with tools\n" + PROMPT, "Fine.<|im_end|>")
+    assert one.chat_template == several.chat_template  # what the tokens' key is made of
+    several.chat_template = {"tool_use": plain}
+    with pytest.raises(TokenError, match=r"row 1: .*the tokenizer has no chat template for this row"):
+        encoder(several).sft([{"messages": messages}])
+
+
 # -- BOS, borders, offsets --------------------------------------------------------------------------------------------
 
 

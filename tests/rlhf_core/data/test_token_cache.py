@@ -139,6 +139,9 @@ def test_the_key_holds_all_that_the_tokens_depend_on(make_tokenizer, model_token
     ]
     keys = [token_key(**given | other) for other in others]
     assert len({key, *keys}) == 1 + len(others)
+    # Of several templates by name, any may have rendered a row.
+    several = [{"default": "a", "tool_use": "b"}, {"default": "a", "tool_use": "c"}]
+    assert len({token_key(**given | {"chat_template": one}) for one in several}) == 2
     # Where a template's file lies does not matter, its content does.
     assert token_key(**given | {"text": TextSettings(chat_template="a.jinja")}) == key
 

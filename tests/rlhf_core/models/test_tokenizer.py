@@ -63,6 +63,19 @@ def test_without_a_token_to_choose_it_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(directory).pad_token == "<|im_start|>"  # what the message asks for works
 
 
+def test_facts_tell_tokenizers_with_several_templates_apart(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, ["<unk>"], unk_token="<unk>"))
+    templates: list[Any] = [None, "a", {"default": "a", "tool_use": "b"}, {"default": "a", "tool_use": "c"}]
+    digests = []
+    for template in templates:
+        tokenizer.chat_template = template
+        digests.append(tokenizer_facts(tokenizer)["chat_template_digest"])
+    assert len(set(digests)) == 4
+    tokenizer.chat_template = {"tool_use": "c", "default": "a"}
+    tokenizer.save_pretrained(tmp_path / "exported")
+    assert tokenizer_facts(load_tokenizer(tmp_path / "exported"))["chat_template_digest"] == digests[-1]
+
+
 @pytest.mark.parametrize(
     ("named", "expected"),
     [(None, (2,)), ({}, (2,)), ({"eos_token_id": 3}, (2, 3)), ({"eos_token_id": [3, 2, 4]}, (2, 3, 4))],
