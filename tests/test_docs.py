@@ -19,6 +19,8 @@ RUN_ELSEWHERE = {
     """prefect deployment run sft-rm-ppo/demo --watch -p 'set=["ppo.steps=20"]'""": "tests/flows/test_chain.py",
     "rlhf run deployments/pipelines/demo.yaml --set ppo.steps=20": "tests/flows/test_chain.py",
     "rlhf merge-lora --base BASE --adapter MODEL/adapter --out MERGED": "tests/flows/test_merge_lora.py",
+    "rlhf serve-reward --model DIR": "tests/flows/test_serve_reward.py",
+    "rlhf serve-reward --model DIR --no-token": "tests/flows/test_serve_reward.py",
     "source .venv/bin/activate": "Makefile",
 }
 COMMAND = re.compile(

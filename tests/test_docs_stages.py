@@ -3,14 +3,14 @@
 The tables of settings are made from the models: `python -P tests/test_docs_stages.py` writes them into the pages anew.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 import torch
+from settings_tables import settings_table
 
 from rlhf_core.config.base import Settings, settings_types
 from rlhf_core.config.pipeline import PipelineSettings, load_pipeline
@@ -70,29 +70,7 @@ def own_fields(model: type[Settings]) -> list[str]:
 
 
 def render_table(model: type[Settings]) -> str:
-    rows = [f"| `{name}` | {_default(model, name)} | {_meaning(model, name)} |" for name in own_fields(model)]
-    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"
-
-
-def _default(model: type[Settings], name: str) -> str:
-    field = model.model_fields[name]
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True)
-    return "those below" if isinstance(default, Settings) else f"`{json.dumps(default)}`"
-
-
-def _meaning(model: type[Settings], name: str) -> str:
-    field = model.model_fields[name]
-    choices = _choices(field.annotation)
-    one_of = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
-    return f"{field.description}{one_of}"
-
-
-def _choices(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [choice for part in get_args(annotation) for choice in _choices(part)]
+    return settings_table(model, own_fields(model))
 
 
 def with_tables(text: str) -> str:
