@@ -77,6 +77,7 @@ def _train(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what was measured, facts of the exported model's tokenizer)."""
     from rlhf_core.cluster.session import ray_session
+    from rlhf_core.models.tokenizer import stop_token_ids
     from rlhf_core.rollout.reward_sources import RewardSources
     from rlhf_core.rollout.start import start_sampler, wait_for_sampler
     from rlhf_core.training.rank import start_trainers
@@ -101,6 +102,7 @@ def _train(
             trainers=trainers,
             sampler=sampler,
             tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids(policy, tokenizer),
             prompts=prompts,
             eval_prompts=eval_prompts,
             mix=mix,

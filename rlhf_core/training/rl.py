@@ -21,7 +21,7 @@ from rlhf_core.data.samples import Item, Sample
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.process_scorer import ProcessScorer, load_process_scorer
 from rlhf_core.models.scorer import Scorer, load_scorer
-from rlhf_core.models.tokenizer import load_tokenizer, tokenizer_facts
+from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 from rlhf_core.rollout.step_scores import judged_ids
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
@@ -206,9 +206,11 @@ class RlTrainer(TrainerRank):
     def export(self, directory: str) -> dict[str, Any]:
         """The policy and its tokenizer in Hugging Face layout, by rank 0. Returns the tokenizer's facts."""
         self.policy.export(directory)
+        stops = stop_token_ids(self.job.input_path("policy") / "model", self.tokenizer)
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
-        return tokenizer_facts(self.tokenizer)
+            write_stop_token_ids(directory, stops)
+        return {**tokenizer_facts(self.tokenizer), "stop_token_ids": stops}
 
     def _save(self, directory: Path) -> None:
         self.policy.save(directory / "policy")

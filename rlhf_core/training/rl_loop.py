@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -59,6 +59,7 @@ class PpoRun:
     trainers: WorkerGroup
     sampler: WorkerGroup
     tokenizer: Any
+    stop_token_ids: tuple[int, ...]
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     mix: RewardMix
@@ -304,7 +305,8 @@ class PpoRun:
         return self.trainers.call(method, *args, timeout_s=self.settings.trainer.step_timeout_s)
 
     def _generate(self, requests: list[Any]) -> list[Sample]:
-        return self.sampler.call("generate", requests, timeout_s=self.settings.generate_timeout_s)[0]
+        asked = [replace(request, stop_token_ids=self.stop_token_ids) for request in requests]
+        return self.sampler.call("generate", asked, timeout_s=self.settings.generate_timeout_s)[0]
 
     def _send_weights(self, version: int) -> None:
         """The policy's weights into the sampler."""

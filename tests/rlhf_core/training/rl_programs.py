@@ -1,9 +1,10 @@
 """Programs of RL's trainer that ranks.py runs. Torch and DeepSpeed are imported inside them alone."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from engine_parts import digest_of, parameters_of
+from engine_parts import digest_of, gather_files, parameters_of
 
 
 def rollout_in_one(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -66,3 +67,66 @@ def judged(rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any]) -> l
     found = made.judge(trajectories, [[[number] for number in numbers[at : at + 2]] for at in numbers[::2]])
     close(made)
     return found
+
+
+def scored(rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What policy, reference, critic and reward model say of each trajectory."""
+    from rlhf_core.training.rl_batches import shares
+
+    made = trainer_of(rank, ranks, job)
+    (share,) = shares([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], made.layout)
+    dealt = [trajectories[number] for number in share.numbers]
+    place = {number: at for at, number in enumerate(share.numbers)}
+    by_rank = made.score(dealt, share.micro_batches), made.judge(dealt, share.micro_batches)
+    close(made)
+    both = [[own[place[number]] for number in range(len(trajectories))] for own in by_rank]
+    return both[0], both[1]
+
+
+def resumed(
+    rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any], before: int, after: int, directory: str
+) -> dict[str, Any]:
+    """Rollouts of a run without a break and of one that goes on from its training checkpoint: state, and digests of
+    all that a step depends on."""
+    import torch.distributed as dist
+
+    from rlhf_core.training.experience import Graded
+    from rlhf_core.training.rl_batches import shares
+
+    graded = [Graded(reward=0.5 * t.sample_id % 3, group=t.group_id) for t in trajectories]
+
+    def step(made: Any, number: int) -> None:
+        dealt = shares([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], made.layout)
+        own = dealt[rank]
+        scored = made.score([trajectories[n] for n in own.numbers], own.micro_batches)
+        shards: list[Any] = [None] * ranks
+        dist.all_gather_object(shards, scored)
+        made.train(number, graded, [share.numbers for share in dealt], *shards)
+
+    def facts(made: Any) -> dict[str, Any]:
+        engines = {"policy": made.policy, "critic": made.critic, "reference": made.reference}
+        return {"state": made.state, **{n: digest_of(e) for n, e in engines.items() if e is not None}}
+
+    straight = trainer_of(rank, ranks, job)
+    start = facts(straight)
+    for number in range(1, before + after + 1):
+        step(straight, number)
+    whole = facts(straight)
+    close(straight)
+
+    first = trainer_of(rank, ranks, job)
+    for number in range(1, before + 1):
+        step(first, number)
+    own = Path(directory) / f"own-{rank}"
+    own.mkdir(parents=True)
+    first._save(own)
+    together = gather_files(own, Path(directory) / "together")
+    close(first)
+
+    second = trainer_of(rank, ranks, job)
+    second._restore(together)
+    for number in range(before + 1, before + after + 1):
+        step(second, number)
+    broken = facts(second)
+    close(second)
+    return {"start": start, "whole": whole, "resumed": broken}
