@@ -7,7 +7,8 @@ White space there is trained on: generation begins before it, so it has to come 
 
 Where a turn lies is found without knowing the template. The turn is rendered once more with a sentinel in place of its
 content (and one in place of its reasoning); what stands before and behind the sentinels is the template's. Put back
-together with the message's own text this must give the real rendering, up to white space, or the row is refused. So is
+together with the message's own text this must give the real rendering, up to white space at the edges of the content
+and the reasoning, or the row is refused. So is
 one in which the turn does not follow exactly what generation would be given, or in which a message is lost.
 
 A template may write earlier turns otherwise than the last one (Qwen 3 leaves out their think blocks). Each turn is
@@ -32,6 +33,8 @@ Message = Mapping[str, Any]  # role, content, and tool_calls, reasoning_content,
 
 # Some templates write today's date; a row must give the same tokens on every day. The one Llama 3.1 writes itself.
 _DATE = datetime(2024, 7, 26)
+_BLANKS = re.compile(r"\s*")
+_THINK_TAG = re.compile(r"(<[^<>\s]*think[^<>\s]*>|\[/?think\])", re.IGNORECASE)
 _MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -187,11 +190,11 @@ class ChatTemplate:
         before, _, after = shown[len(prompt) :].partition(content_mark)
         if unwritten:
             before, after = "", before
-        real = (before + message["content"] + after).replace(reasoning_mark, reasoning or "")
         completion = text[len(prompt) :]
-        if _squeezed(real) == _squeezed(completion):
+        around = [_filled(text, reasoning_mark, reasoning or "") for text in (before, after)]
+        if _consists_of(completion, [*around[0], message["content"], *around[1]]):
             return _Frame(before.replace(reasoning_mark, reasoning or ""), after)
-        if _is_rest_of(message["content"] + after, prompt, completion):
+        if _is_rest_of([*_THINK_TAG.split(message["content"]), after], prompt, completion):
             return _Frame("", after)
         raise TokenError(
             "the chat template writes something else than this turn's content, reasoning and tool calls: "
@@ -337,14 +340,31 @@ def _lost_call(text: str, calls: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _is_rest_of(message: str, prompt: str, completion: str) -> bool:
-    """Whether the completion is the message up to white space, or what of it the prompt has not begun already.
+def _is_rest_of(pieces: Sequence[str], prompt: str, completion: str) -> bool:
+    """Whether the completion consists of the pieces, or of those that the prompt has not begun already.
 
     So where the content holds its reasoning, which the template takes apart and writes in its own way, after a
     generation prompt that may open the think block.
     """
-    whole, rest = _squeezed(message), _squeezed(completion)
-    return whole.endswith(rest) and _squeezed(prompt).endswith(whole.removesuffix(rest))
+
+    def begins(*begun: str) -> bool:
+        return _squeezed(prompt).endswith(_squeezed("".join(begun)))
+
+    if any(_consists_of(completion, pieces[k:]) and begins(*pieces[:k]) for k in range(len(pieces))):
+        return True
+    last, rest = pieces[-1].strip(), completion.strip()  # the prompt may have begun what follows the content, too
+    return last.endswith(rest) and begins(*pieces[:-1], last.removesuffix(rest))
+
+
+def _consists_of(text: str, pieces: Sequence[str]) -> bool:
+    """Whether the text is these pieces one after the other, up to white space at their edges."""
+    at = 0
+    for piece in map(str.strip, pieces):
+        at = _BLANKS.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess] - it may be empty
+        if not text.startswith(piece, at):
+            return False
+        at += len(piece)
+    return not text[at:].strip()
 
 
 def _content_place(completion: str, frame: _Frame, content: str) -> tuple[int, int] | None:
@@ -352,6 +372,12 @@ def _content_place(completion: str, frame: _Frame, content: str) -> tuple[int, i
     start, end = len(frame.before), len(completion) - len(frame.after)
     framed = completion.startswith(frame.before) and completion.endswith(frame.after) and start <= end
     return (start, end) if framed and completion[start:end].strip() == content.strip() else None
+
+
+def _filled(text: str, mark: str, value: str) -> list[str]:
+    """The pieces of a text between marks, with the value at each mark."""
+    first, *others = text.split(mark)
+    return [first, *(piece for other in others for piece in (value, other))]
 
 
 def _sentinel(name: str, text: str) -> str:

@@ -4,6 +4,7 @@ Expected texts are written by hand from each template's definition; ids and mark
 apply_chat_template.
 """
 
+import copy
 import random
 from itertools import groupby
 
@@ -259,6 +260,20 @@ def test_reasoning_written_into_the_content(model_tokenizer):
     assert trained_texts(tokenizer, data) == ["<think>\nThey greet.\n</think>\n\nFine.<|im_end|>"]
 
 
+def test_white_space_inside_a_think_block_is_the_messages_own(model_tokenizer):
+    tokenizer = model_tokenizer("qwen3")
+    content = "<think>\n1.\n  They greet.\n</think>\n\nif x:\n    y"
+    data = encode(tokenizer, [user("Hello"), assistant(content)])
+    assert trained_texts(tokenizer, data) == [content + "<|im_end|>"]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "content.split('</think>')[-1]", "' '.join(content.split('</think>')[-1].split())"
+    )
+    assert "' '.join(" in tokenizer.chat_template
+    with pytest.raises(TokenError, match="something else"):
+        encode(tokenizer, [user("Hello"), assistant(content)])
+
+
 def test_reasoning_that_the_generation_prompt_begins(model_tokenizer):
     """The prompt of this template ends with `<think>`, so what is left to say begins behind it."""
     tokenizer = model_tokenizer("qwen3_5_think")
@@ -331,6 +346,19 @@ BROKEN = {
         + GENERATE,
         "generation markers enclose",
     ),
+    **{
+        f"white space inside: {change}": (
+            BODY.replace("m.content", f"m.content if m.role == 'user' else {change}") + GENERATE,
+            "0 times|something else",
+        )
+        for change in (
+            "m.content.split() | join(' ')",
+            "m.content | replace('\\n', ' ')",
+            "m.content | replace(' ', '')",
+            "m.content | wordwrap(12)",
+            "m.content | indent(4)",
+        )
+    },
     "fails": ("{{ raise_exception('not like this') }}", "refuses the conversation: not like this"),
 }
 
@@ -339,7 +367,8 @@ BROKEN = {
 def test_a_template_whose_spans_cannot_be_established_is_refused(make_tokenizer, template, message):
     tokenizer = make_tokenizer(None, "<|im_end|>")
     tokenizer.chat_template = template
-    messages = [user("How are you?"), assistant("I am fine."), user("The answer?"), assistant("It is known: 42")]
+    known = "It is known:\n  42  43"
+    messages = [user("How are you?"), assistant("I am fine."), user("The answer?"), assistant(known)]
     with pytest.raises(TokenError, match=f"row 1: message .*({message})"):
         encode(tokenizer, messages)
 
