@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_core.data.errors import TokenError
 from rlhf_core.models.scratch import build_tokenizer
-from rlhf_core.rollout.prompts import load_prompts
+from rlhf_core.rollout.prompts import Prompt, load_prompts, rollout_requests
 
 TURNS = [
     {"role": "user", "content": "1+1="},
@@ -52,3 +52,11 @@ def test_long_prompts_are_dropped_and_counted_and_some_must_be_left(tokenizer, r
     assert dropped == 1
     with pytest.raises(TokenError, match=r"all 1 prompts are longer than max_prompt_len 7 tokens .the shortest has 8"):
         load_prompts(rows("2+2="), tokenizer, 7)
+
+
+def test_requests_of_later_groups_go_on_with_the_numbers_of_the_rollout():
+    prompts = [Prompt(number, "", (1,), "") for number in range(3)]
+    given = {"samples_per_prompt": 2, "max_new_tokens": 4, "temperature": 1.0, "seed": 5, "step": 3, "stop_token_id": 2}
+    whole = rollout_requests(prompts, **given)
+    assert [request.sample_id for request in whole] == list(range(6))
+    assert [*rollout_requests(prompts[:1], **given), *rollout_requests(prompts[1:], **given, first_group=1)] == whole

@@ -1,0 +1,112 @@
+"""Which groups a rollout is made of, and which step is the best. What is sampled is given; nothing is started."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.config.rl import PpoSettings
+from rlhf_core.rollout.prompts import Prompt
+from rlhf_core.rollout.trajectory import Trajectory
+from rlhf_core.training.experience import Graded
+from rlhf_core.training.rl_loop import PpoRun, Rewarded, _Clock
+
+
+def settings_of(**dynamic: Any) -> PpoSettings:
+    return PpoSettings.model_validate(
+        {
+            "optimizer": {"lr": 1.0},
+            "algorithm": {"preset": "grpo", "dynamic_sampling": dynamic},
+            "rollout": {"prompts": 3, "samples_per_prompt": 2, "max_new_tokens": 4, "max_prompt_len": 4},
+            "reward": {"exact": 1.0},
+            "steps": 4,
+            "batch_size": 6,
+            "best_metric": "exact_match",
+        }
+    )
+
+
+def group_of(number: int, scores: tuple[float, float]) -> list[Rewarded]:
+    trajectory: Any = Trajectory(np.array([1]), np.array([]), np.array([]), np.array([]), (), number, number, 0, "stop")
+    prompt = Prompt(number, "", (1,), "")
+    return [Rewarded(trajectory, prompt, "", Graded(9.0, number), {}, score) for score in scores]
+
+
+class Given(PpoRun):
+    """Groups' scores in the order in which prompts are drawn; None for a group that could not be scored."""
+
+    def __init__(self, settings: PpoSettings, scores: list[tuple[float, float] | None]):
+        self.job = SimpleNamespace(settings=settings)  # type: ignore[assignment]
+        self.scores = scores
+        self.asked: list[tuple[int, int]] = []
+
+    def _groups(self, step: int, count: int, first_group: int, clock: Any) -> Any:
+        self.asked.append((count, first_group))
+        drawn = range(first_group, first_group + count)
+        return [group_of(n, scores) for n in drawn if (scores := self.scores[n]) is not None], {"failed": float(count)}
+
+
+def rollout(settings: PpoSettings, scores: list[tuple[float, float] | None]) -> tuple[list[int], Any, Given]:
+    run = Given(settings, scores)
+    made, metrics = run._rollout(1, _Clock())
+    assert [one.graded.group for one in made[::2]] == [one.graded.group for one in made[1::2]]
+    return [one.graded.group for one in made[::2]], metrics, run
+
+
+FLAT, SPREAD = (1.0, 1.0), (0.0, 1.0)
+
+
+def test_without_dynamic_sampling_every_group_is_taken() -> None:
+    groups, metrics, run = rollout(settings_of(), [FLAT, SPREAD, FLAT])
+    assert groups == [0, 1, 2]
+    assert run.asked == [(3, 0)]
+    assert metrics == {"failed": 3.0}
+
+
+def test_groups_without_spread_are_replaced_by_those_of_further_prompts() -> None:
+    groups, metrics, run = rollout(settings_of(enabled=True), [FLAT, SPREAD, FLAT, FLAT, SPREAD, SPREAD])
+    assert groups == [1, 4, 5]
+    assert run.asked == [(3, 0), (2, 3), (1, 5)]
+    assert metrics["dynamic_sampling/rounds"] == 3
+    assert metrics["dynamic_sampling/groups"] == 6
+    assert metrics["dynamic_sampling/without_spread"] == 0.5
+    assert metrics["dynamic_sampling/filled"] == 0
+    assert metrics["failed"] == 2.0
+
+
+def test_rounds_are_bounded_and_groups_without_spread_fill_up() -> None:
+    groups, metrics, run = rollout(settings_of(enabled=True, max_rounds=2), [FLAT, SPREAD, FLAT, FLAT, FLAT])
+    assert groups == [1, 0, 2]
+    assert run.asked == [(3, 0), (2, 3)]
+    assert metrics["dynamic_sampling/filled"] == 2
+
+
+def test_spread_has_to_be_above_the_least() -> None:
+    groups, _, _ = rollout(settings_of(enabled=True, min_spread=0.5), [(0.0, 0.5), (0.0, 0.6), FLAT, SPREAD, SPREAD])
+    assert groups == [1, 3, 4]
+
+
+def test_what_could_not_be_scored_is_missing_or_replaced() -> None:
+    groups, _, _ = rollout(settings_of(), [None, SPREAD, FLAT])
+    assert groups == [1, 2]
+    groups, _, _ = rollout(settings_of(enabled=True), [None, SPREAD, SPREAD, SPREAD])
+    assert groups == [1, 2, 3]
+    with pytest.raises(ValueError, match="step 1: no response of the rollout's 3 groups could be scored"):
+        rollout(settings_of(), [None, None, None])
+
+
+@pytest.mark.parametrize(
+    ("curve", "improved"),
+    [
+        ([(0, 0.9)], False),  # what training started from is no result
+        ([(0, 0.9), (2, 0.1)], True),
+        ([(0, 0.9), (2, 0.5), (4, 0.5)], False),
+        ([(0, 0.9), (2, 0.5), (4, 0.6)], True),
+    ],
+)
+def test_a_step_is_the_best_if_its_evaluation_is_better_than_each_before(curve: Any, improved: bool) -> None:
+    run = Given(settings_of(), [])
+    run.history = SimpleNamespace(curve=lambda name, phase: tuple(map(list, zip(*curve, strict=True))))  # type: ignore[assignment]
+    assert run._improved(curve[-1][0]) == improved
+    assert not run._improved(5)
