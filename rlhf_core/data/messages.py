@@ -38,9 +38,11 @@ NO_VISION = "vision-language models are not supported"
 
 def is_empty(value: Any) -> bool:
     """What is missing, and how pandas writes it: NaN."""
+    if value is None:  # first, because most of what is asked for is not there
+        return True
     if isinstance(value, str | list | dict):
         return not value
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 def shown(value: Any) -> str:
