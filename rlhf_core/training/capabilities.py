@@ -52,6 +52,9 @@ def check_combination(settings: Any) -> None:
         "trainer.packing with sequence_parallel needs attention flash_attention_2, which alone keeps samples apart "
         "there; set packing false": (sequence > 1 and trainer.packing and trainer.attention != "flash_attention_2"),
         "trainer.sequence_parallel has no attention eager; use sdpa": sequence > 1 and trainer.attention == "eager",
+        "trainer.attention flash_attention_2 has no dtype float32; use dtype bfloat16 or attention sdpa": (
+            trainer.attention == "flash_attention_2" and not low
+        ),
         "optimizer.name muon wants whole matrices on each rank; set tensor_parallel and sequence_parallel to 1": (
             settings.optimizer.name == "muon" and shared
         ),

@@ -73,6 +73,7 @@ def test_a_missing_package_is_named(given: dict[str, Any], package: str | None) 
         ({"ranks": 3, "zpg": 2, "zero_stage": 3}, "trainer.zpg 2 must divide trainer.ranks 3"),
         ({"dtype": "float32", "offload_optimizer": True, "zero_stage": 0}, "needs zero_stage 1 or more"),
         ({"dtype": "float32", "grad_accum_dtype": "bfloat16"}, "goes with dtype bfloat16"),
+        ({"dtype": "float32", "attention": "flash_attention_2"}, "flash_attention_2 has no dtype float32"),
         ({"activation_checkpointing_reentrant": True}, "is a variant of activation_checkpointing; set that too"),
     ],
 )
