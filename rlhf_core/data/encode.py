@@ -152,6 +152,13 @@ class Encoder:
         """Prompt and solution, up to its end marker, with the steps' ends as marks."""
         # A step that brings its separator along gets no second one; it ends before it either way.
         steps = [step.removesuffix(separator) for step in row["steps"]]
+        held = next((step for step in steps if separator and separator in step), None)
+        if held is not None:  # new solutions are split at each separator (placeholders.split_steps)
+            raise BadRow(
+                "a step holds the separator",
+                f"{separator!r} in {held[:60]!r} would make several steps of it when scored; set `separator` to a text "
+                "that no step holds",
+            )
         solution = separator.join(steps) + (separator if row["steps"][-1] != steps[-1] else "")
         ends = np.cumsum([len(step) + len(separator) for step in steps]) - len(separator)
         if self._template is None:

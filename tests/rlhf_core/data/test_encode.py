@@ -12,6 +12,7 @@ from rlhf_core.data import arithmetic
 from rlhf_core.data.encode import Encoder
 from rlhf_core.data.errors import TokenError
 from rlhf_core.data.loading import load_data
+from rlhf_core.data.placeholders import split_steps
 from rlhf_core.data.shapes import convert, recognise, renamed
 from rlhf_core.models.scratch import build_tokenizer as build_scratch_tokenizer
 
@@ -370,7 +371,7 @@ def test_data_of_which_nothing_is_left_is_refused(tokenizer):
 STEPS = ["Step 1: 3 + 4 = 7.", "Step 2: 7 + 5 = 12.", "The answer is 12"]
 
 
-@pytest.mark.parametrize("separator", ["\n", "\n\n", " ", ""])
+@pytest.mark.parametrize("separator", ["\n", "\n\n", " / ", ""])
 @pytest.mark.parametrize("text", ["chat", "template"])
 def test_a_placeholder_stands_behind_each_steps_last_token(tokenizer, separator, text):
     row = {"prompt": "How are you?", "steps": STEPS, "labels": [True, False, True]}
@@ -395,6 +396,19 @@ def test_a_placeholder_stands_behind_each_steps_last_token(tokenizer, separator,
         before = [token for token in sample.ids[:place].tolist() if token != placeholder]
         assert decode(tokenizer, before).startswith(reached)
         assert not decode(tokenizer, before[:-1]).startswith(reached)
+
+
+def test_a_step_that_scoring_would_split_is_dropped(tokenizer):
+    """What is trained as one step must be scored as one."""
+    rows = [{"prompt": "How?", "steps": steps, "labels": [True, False]} for steps in (["a\nb", "c"], ["a\n", "c"])]
+    data = encoder(tokenizer).steps(rows, prm())
+    assert data.row_ids == [1]
+    assert data.report.dropped["a step holds the separator"].first.endswith(
+        "set `separator` to a text that no step holds"
+    )
+    _, _, solution = decode(tokenizer, data.items[0].samples[0].ids).replace("<|step|>", "").rpartition("assistant\n")
+    assert split_steps(solution, "\n") == ["a", "c"]
+    assert encoder(tokenizer).steps(rows, prm(separator="\n\n")).row_ids == [0, 1]
 
 
 @pytest.mark.parametrize("text", ["chat", "template"])
