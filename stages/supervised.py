@@ -54,6 +54,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     """
     from transformers import AutoConfig
 
+    from rlhf_core.cluster.limit import start_limit
     from rlhf_core.cluster.session import ray_session
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.training.rank import start_trainers
@@ -68,18 +69,17 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     check_resumable(context.store, context.stage, context.key, settings)
     tokens = tokenise(context, load_tokenizer(directory))
     cluster = context.run.cluster
+    limit = start_limit(cluster)
     job = context.job(tokens.keys)
     with closing(context.history()) as history:
         context.events.phase("starting ranks")
         with ray_session(cluster, actors=settings.trainer.ranks):
             group = start_trainers(target, job, settings.trainer, cluster)
             try:
-                measured = run_supervised(
-                    group, job, context.store, context.lease, history, start_timeout_s=cluster.start_timeout_s
-                )
+                measured = run_supervised(group, job, context.store, context.lease, history, start_timeout_s=limit)
                 context.events.phase("exporting")
                 model = str(context.files / "model")
-                facts = group.call("export", model, timeout_s=cluster.start_timeout_s)[0]
+                facts = group.call("export", model, timeout_s=limit)[0]
             finally:
                 group.close()
     losses = history.curve("loss")[1]

@@ -12,6 +12,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_core.cluster.limit import Limit
 from rlhf_core.cluster.session import ClusterError
 from rlhf_core.tracking.events import EventLog, first_error
 
@@ -96,7 +97,8 @@ class WorkerGroup:
         per_rank: Sequence[Sequence[Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """The method's results by rank. `per_rank[r]` are arguments of rank r alone, after `args`.
+        """The method's results by rank. `per_rank[r]` are arguments of rank r alone, after `args`. timeout_s: best a
+        Limit, whose setting the message of a call that takes longer names.
 
         Raises ClusterError with the first error that any rank wrote, or the names of ranks that did not answer.
         """
@@ -129,9 +131,10 @@ class WorkerGroup:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 late = [rank for rank, ref in zip(ranks, references, strict=True) if ref in pending]
+                setting = timeout_s.setting if isinstance(timeout_s, Limit) else "the stage's timeout"
                 raise ClusterError(
                     f"{self.role}: rank {', '.join(map(str, late))} did not finish {method} within {timeout_s:.0f} s; "
-                    "it hangs, or the stage's timeout is too short"
+                    f"if it does not hang, raise {setting}"
                 )
             error = _error_of(done[0])
             if error is not None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.cluster.limit import start_limit
 from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 from rlhf_core.config.pipeline import ClusterSettings
 from rlhf_core.config.sampler import SamplerSettings
@@ -29,4 +30,4 @@ def start_sampler(
 
 
 def wait_for_sampler(group: WorkerGroup, starting: list[Any], cluster: ClusterSettings) -> None:
-    group.wait(starting, "__init__", timeout_s=cluster.start_timeout_s)
+    group.wait(starting, "__init__", timeout_s=start_limit(cluster))

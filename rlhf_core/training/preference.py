@@ -1,11 +1,13 @@
 """DPO and KTO, one rank: log-probs of the reference are computed once, with no second model beside the trained one.
 
-They are kept in every training checkpoint, so that a resumed run compares with the same reference.
+They come before the first step, some rows a call, and are kept in every training checkpoint, so that a resumed run
+compares with the same reference.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,6 @@ from rlhf_core.training.rank import Job, base_model_directory
 from rlhf_core.training.supervised import PolicyTrainer
 
 REFERENCE = "reference.npz"
-ItemsOf = Callable[[str, Sequence[int]], list[Item]]  # split, rows -> items
 
 
 class ReferenceTrainer(PolicyTrainer):
@@ -36,18 +37,44 @@ class ReferenceTrainer(PolicyTrainer):
         self._reference_base = base_model_directory(source, job.scratch, rank) if source is not None else None
         self.reference: dict[str, dict[str, np.ndarray]] = {}
 
-    def _engine(self, fresh: bool) -> TrainEngine:
-        """Log-probs of the reference for every row: of a model of its own, which is gone before the one to train is
-        loaded, or of the one that training starts from."""
+    def load(self, fresh: bool) -> dict[str, Any]:
+        """With `fresh`, `refer` has to be called for all rows, and then `end_reference`, before anything else."""
+        about = super().load(fresh)
+        return {**about, "reference_rows": sum(map(len, self.tables.values())) if fresh else 0}
+
+    def refer(self, done: int) -> int:
+        """The reference's scalars of the next rows, as many as an optimizer step has; `done`: rows before them, over
+        all splits. Returns how many are done then."""
+        split, ids = self._next_rows(done)
+        for name, values in self._reference_scalars(split, ids).items():
+            whole = self.reference.setdefault(split, {}).setdefault(name, self._unknown(split))
+            whole[ids.start : ids.stop] = values
+        return done + len(ids)
+
+    def end_reference(self) -> None:
+        """A reference of its own goes, and the model to train is loaded."""
+        if self._reference_base is not None:
+            self.engine.close()
+            del self.engine
+            self.engine = self._engine()
+
+    def _first_engine(self, fresh: bool) -> TrainEngine:
+        """The reference's, until `end_reference`: that of a model of its own, or the one that training starts from."""
         if fresh and self._reference_base is not None:
-            reference = self._frozen(self._reference_base)
-            self._refer(reference)
-            reference.close()
-            del reference
-        engine = super()._engine(fresh)
-        if fresh and self._reference_base is None:
-            self._refer(engine)
-        return engine
+            return self._frozen(self._reference_base)
+        return self._engine()
+
+    def _next_rows(self, done: int) -> tuple[str, range]:
+        """The split in which row number `done` over all splits is, and rows of it from there on."""
+        size, start = max(self.settings.batch_size, self.mesh.data_ranks), done
+        for split, table in self.tables.items():
+            if start < len(table):
+                return split, range(start, min(start + size, len(table)))
+            start -= len(table)
+        raise ValueError(f"row {done} is after the last one")
+
+    def _unknown(self, split: str) -> np.ndarray:
+        return np.full(len(self.tables[split]), np.nan, np.float32)
 
     def _frozen(self, directory: Path) -> TrainEngine:
         settings = self.settings
@@ -55,19 +82,16 @@ class ReferenceTrainer(PolicyTrainer):
             lambda: self._policy(directory), dtype=settings.dtype, trainer=settings.trainer, optimizer=None
         )
 
-    def _refer(self, engine: TrainEngine) -> None:
-        self.reference = {split: self._reference_scalars(engine, split) for split in self.tables}
-
     @abstractmethod
-    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
-        """Scalar name -> (rows,) float32, for every row of a split."""
+    def _reference_scalars(self, split: str, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Scalar name -> (ids,) float32, under the engine's weights."""
 
-    def _logprob_sums(self, engine: TrainEngine, items: Sequence[Item]) -> np.ndarray:
+    def _logprob_sums(self, items: Sequence[Item]) -> np.ndarray:
         """(items, samples of each) float32: summed log-probs of the targets under the engine's weights.
 
         Every rank computes its share, and all get the whole.
         """
-        layout, size = self._layout(), len(items[0].samples)
+        engine, layout, size = self.engine, self._layout(), len(items[0].samples)
         sums = torch.zeros(len(items), size, dtype=torch.float64, device=engine.device)
         for micro in plan_step([item.tokens for item in items], layout)[self.mesh.data_rank]:
             batch = make_batch(items, micro, layout, self.tokenizer.pad_token_id)
@@ -77,12 +101,6 @@ class ReferenceTrainer(PolicyTrainer):
                 sums[numbers] = sample_logprobs(batch, logprobs, size).to(sums.device)
         dist.all_reduce(sums)
         return (sums / self.mesh.peers).float().cpu().numpy()
-
-    def _in_parts(self, engine: TrainEngine, split: str, items_of: ItemsOf) -> np.ndarray:
-        """(rows, samples) of a whole split, some rows at a time: what lies in memory is bounded."""
-        rows, size = len(self.tables[split]), max(self.settings.batch_size, self.mesh.data_ranks)
-        parts = [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-        return np.concatenate([self._logprob_sums(engine, items_of(split, part)) for part in parts])
 
     def _plain_items(self, split: str, ids: Sequence[int]) -> list[Item]:
         """The items as they are in the table, without the reference's scalars."""
@@ -117,8 +135,8 @@ class DpoTrainer(ReferenceTrainer):
     def _objective(self) -> Objective:
         return DpoObjective(self.settings)
 
-    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
-        sums = self._in_parts(engine, split, self._plain_items)
+    def _reference_scalars(self, split: str, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        sums = self._logprob_sums(self._plain_items(split, ids))
         return {"reference_chosen": sums[:, 0], "reference_rejected": sums[:, 1]}
 
 
@@ -153,9 +171,9 @@ class KtoTrainer(ReferenceTrainer):
         ]
         return self.engine.evaluate(super()._micro_batches(items), KtoKlObjective(samples_per_item=1))["kl"]
 
-    def _reference_scalars(self, engine: TrainEngine, split: str) -> dict[str, np.ndarray]:
-        own = self._in_parts(engine, split, self._plain_items)
-        mismatched = self._in_parts(engine, split, self._mismatched)
+    def _reference_scalars(self, split: str, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        own = self._logprob_sums(self._plain_items(split, ids))
+        mismatched = self._logprob_sums(self._mismatched(split, ids))
         return {"reference": own[:, 0], "reference_mismatched": mismatched[:, 0]}
 
     def _mismatched(self, split: str, ids: Sequence[int]) -> list[Item]:

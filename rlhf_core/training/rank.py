@@ -109,6 +109,7 @@ def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: Clu
 
     Raises SettingsError for what this machine or installation cannot run.
     """
+    from rlhf_core.cluster.limit import start_limit
     from rlhf_core.cluster.session import ClusterError
     from rlhf_core.cluster.workers import WorkerGroup, rank_environment
 
@@ -122,7 +123,7 @@ def start_trainers(target: str, job: Job, trainer: TrainerSettings, cluster: Clu
         start_timeout_s=cluster.start_timeout_s,
         **environment,
     )
-    limit = cluster.start_timeout_s
+    limit = start_limit(cluster)
     try:
         group.call("__init__", per_rank=[(rank, trainer.ranks, job) for rank in range(trainer.ranks)], timeout_s=limit)
         host = LOOPBACK if cluster.address is None else group.node_address(0)

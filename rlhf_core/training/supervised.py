@@ -39,9 +39,10 @@ class SupervisedTrainer(TrainerRank):
         self._base = base_model_directory(model, job.scratch, rank) if model is not None else None
 
     def load(self, fresh: bool) -> dict[str, Any]:
-        """Loads data and model. Returns the number of optimizer steps in all and of held-out rows.
+        """Loads data and model. Returns the number of optimizer steps in all, of held-out rows, and of rows that a
+        reference has to look at before training (`ReferenceTrainer.refer`).
 
-        fresh: no training checkpoint will be restored, so what depends on the first weights is computed.
+        fresh: no training checkpoint will be restored, so what depends on the first weights is still to be computed.
         """
         settings = self.settings
         torch.manual_seed(settings.seed + self.rank)
@@ -57,8 +58,12 @@ class SupervisedTrainer(TrainerRank):
         objective = self._objective()
         coef = settings.aux_loss_coef
         self.objective = AuxLossObjective(objective, coef) if coef else objective
-        self.engine = self._engine(fresh)
-        return {"total_steps": self.total_steps, "eval_rows": len(self.tables["eval"]) if "eval" in self.tables else 0}
+        self.engine = self._first_engine(fresh)
+        return {
+            "total_steps": self.total_steps,
+            "eval_rows": len(self.tables["eval"]) if "eval" in self.tables else 0,
+            "reference_rows": 0,
+        }
 
     def train_step(self) -> dict[str, float]:
         """The next optimizer step."""
@@ -97,7 +102,11 @@ class SupervisedTrainer(TrainerRank):
         self.engine.load(directory / "model")
         self.position = json.loads((directory / "position.json").read_text())["position"]
 
-    def _engine(self, fresh: bool) -> TrainEngine:
+    def _first_engine(self, fresh: bool) -> TrainEngine:
+        """The engine that `load` leaves behind."""
+        return self._engine()
+
+    def _engine(self) -> TrainEngine:
         settings = self.settings
         return TrainEngine(
             self._build,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rlhf_core.cluster.limit import Limit
 from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import SupervisedSettings
@@ -32,17 +33,36 @@ def run_supervised(
 ) -> dict[str, Any]:
     """Trains to the end, from the newest complete training checkpoint where there is one, and evaluates.
 
-    With `best_metric` the ranks end with the weights of the best evaluation. What moves whole models, or computes the
-    reference's log-probs, may take start_timeout_s; a step, step_timeout_s.
+    With `best_metric` the ranks end with the weights of the best evaluation. What moves whole models may take
+    start_timeout_s, and so may an evaluation; a step, and a step's rows under the reference, step_timeout_s.
 
     Returns the number of steps, and metrics of the evaluation of the weights that the ranks hold under "eval/...".
     """
     settings: SupervisedSettings = job.settings
-    limit = settings.trainer.step_timeout_s
+    limit = Limit(settings.trainer.step_timeout_s, f"{job.stage}.trainer.step_timeout_s")
+
+    def save(step: int, metric: float | None = None) -> None:
+        finish_checkpoint(
+            group,
+            job,
+            store,
+            lease,
+            history,
+            step,
+            settings.trainer,
+            timeout_s=start_timeout_s,
+            metric=metric,
+            better=settings.better,
+        )
+
     history.events.phase("loading")
     fresh = newest_complete(store, job.stage, job.key)[0] is None
     info = group.call("load", fresh, timeout_s=start_timeout_s)[0]
     total, start = info["total_steps"], resume_point(group, job, store, history, timeout_s=start_timeout_s)
+    if info["reference_rows"]:
+        _refer(group, history, info["reference_rows"], limit=limit, start_timeout_s=start_timeout_s)
+        if settings.trainer.saves_at(0, total):
+            save(0)  # whoever tries again has the reference's log-probs
     history.events.phase("training")
     for step in range(start + 1, total + 1):
         history.add(step, group.call("train_step", timeout_s=limit)[0])
@@ -53,18 +73,7 @@ def run_supervised(
             history.add(step, evaluation, phase="eval")
             metric = _measured(settings, evaluation)
         if settings.trainer.saves_at(step, total) or _improved(settings, history, step):
-            finish_checkpoint(
-                group,
-                job,
-                store,
-                lease,
-                history,
-                step,
-                settings.trainer,
-                timeout_s=start_timeout_s,
-                metric=metric,
-                better=settings.better,
-            )
+            save(step, metric)
     best = _restore_best(group, job, store, history, total, timeout_s=start_timeout_s)
     evaluation = _evaluation(history, best)
     return {
@@ -72,6 +81,16 @@ def run_supervised(
         "exported_step": best,
         **{f"eval/{name}": value for name, value in evaluation.items()},
     }
+
+
+def _refer(group: WorkerGroup, history: History, rows: int, *, limit: float, start_timeout_s: float) -> None:
+    """The reference's log-probs of all rows, an optimizer step's rows a call."""
+    history.events.phase("reference")
+    done = 0
+    while done < rows:
+        done = group.call("refer", done, timeout_s=limit)[0]
+        history.events.progress(done, rows, "reference")
+    group.call("end_reference", timeout_s=start_timeout_s)
 
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:

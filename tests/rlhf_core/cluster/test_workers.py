@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhf_core.cluster.limit import Limit
 from rlhf_core.cluster.session import ClusterError, ray_session
 from rlhf_core.cluster.workers import WorkerGroup
 from rlhf_core.config.pipeline import ClusterSettings
@@ -127,8 +128,11 @@ def test_killed_rank_is_the_cause_and_not_its_peers_broken_connection(group_of_t
 
 
 def test_hung_rank_is_named_with_the_deadline(group_of_two: WorkerGroup) -> None:
-    message = cause(lambda: group_of_two.call("sleep", {0: 0.0, 1: 300.0}, timeout_s=2.0))
-    assert message == ("trainer: rank 1 did not finish sleep within 2 s; it hangs, or the stage's timeout is too short")
+    limit = Limit(2.0, "dpo.trainer.step_timeout_s")
+    message = cause(lambda: group_of_two.call("sleep", {0: 0.0, 1: 300.0}, timeout_s=limit))
+    assert message == (
+        "trainer: rank 1 did not finish sleep within 2 s; if it does not hang, raise dpo.trainer.step_timeout_s"
+    )
 
 
 def test_group_larger_than_the_cluster_is_refused(session: ExitStack, events: Path) -> None:

@@ -137,7 +137,7 @@ def supervised(
 ) -> dict[str, Any]:
     """A trainer as a stage has it, from the store: evaluation before and after `train_steps`, and its counts."""
     made = named(target)(rank, ranks, job)
-    counts = made.load(fresh=True)
+    counts = loaded(made, fresh=True)
     before = made.evaluate()
     steps = []
     for _ in range(train_steps):
@@ -158,17 +158,17 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     from rlhf_core.store.leases import attach
     from rlhf_core.store.store import Store
 
-    def loaded(fresh: bool = True) -> Any:
+    def new(fresh: bool = True) -> Any:
         made = named(target)(rank, ranks, job)
-        made.load(fresh)
+        loaded(made, fresh)
         return made
 
-    straight = loaded()
+    straight = new()
     losses = [straight.train_step()["loss"] for _ in range(before + after)]
     digest = digest_of(straight.engine)
     straight.engine.close()
 
-    first = loaded()
+    first = new()
     resumed = [first.train_step()["loss"] for _ in range(before)]
     own = first.save_checkpoint(before)
     everyone: list[Any] = [None] * ranks
@@ -180,7 +180,7 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     dist.barrier()
     first.engine.close()
 
-    second = loaded(fresh=False)
+    second = new(fresh=False)
     checkpoint, _ = newest_complete(store, job.stage, job.key)
     assert checkpoint is not None
     second.restore_checkpoint(checkpoint)
@@ -195,6 +195,17 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
         "resumed_digest": resumed_digest,
         "position": position,
     }
+
+
+def loaded(trainer: Any, fresh: bool) -> dict[str, int]:
+    """Ready for its first step, as supervised_loop.py does it; what `load` returned."""
+    about = trainer.load(fresh)
+    done = 0
+    while done < about["reference_rows"]:
+        done = trainer.refer(done)
+    if done:
+        trainer.end_reference()
+    return about
 
 
 def named(target: str) -> Any:

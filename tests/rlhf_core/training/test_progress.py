@@ -13,7 +13,7 @@ from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
 from rlhf_core.store.checkpoints import Checkpoint, Shards, complete, download, newest_complete
 from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
-from rlhf_core.tracking.events import EventLog
+from rlhf_core.tracking.events import EventLog, read_events
 from rlhf_core.tracking.history import History
 from rlhf_core.training import progress
 from rlhf_core.training.progress import ResumeError, ShardLayout, check_resumable, conversion
@@ -88,10 +88,12 @@ def test_checkpoint_of_another_layout_is_refused_from_the_store_alone(tmp_path: 
 class Calls:
     """In the place of a worker group: answers at once, and notes what was called and how long it might have taken."""
 
-    def __init__(self, store: Store, losses: tuple[float, ...] = (1.0,) * 5):
-        self._store, self._losses, self._step = store, losses, 0
+    def __init__(self, store: Store, losses: tuple[float, ...] = (1.0,) * 5, reference_rows: int = 0):
+        self._store, self._losses, self._step, self._reference_rows = store, losses, 0, reference_rows
+        self.referred: list[int] = []
         self.limits: dict[str, set[float]] = {}
         self.restored: list[int] = []
+        self.killed_at: int | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         self.limits.setdefault(method, set()).add(timeout_s)
@@ -99,9 +101,18 @@ class Calls:
 
     def load(self, fresh: bool) -> dict[str, int]:
         assert fresh == (newest_complete(self._store, "rm", KEY)[0] is None)
-        return {"total_steps": 5, "eval_rows": 1}
+        return {"total_steps": 5, "eval_rows": 1, "reference_rows": self._reference_rows if fresh else 0}
+
+    def refer(self, done: int) -> int:
+        self.referred.append(done)
+        return min(done + 2, self._reference_rows)
+
+    def end_reference(self) -> None:
+        self.referred.append(-1)
 
     def train_step(self) -> dict[str, float]:
+        if self._step + 1 == self.killed_at:
+            raise RuntimeError("killed")
         self._step += 1
         return {"loss": 1.0}
 
@@ -149,6 +160,32 @@ def test_loop_keeps_as_many_checkpoints_as_told_and_waits_as_long_as_told(tmp_pa
         "save_checkpoint": {900},
         "train_step": {7},
     }
+
+
+def test_the_reference_comes_in_parts_and_is_kept_before_the_first_step(tmp_path: Path) -> None:
+    """Of 5 rows, 2 a call; a run that ends in its first step does not do them again."""
+    store = Store(str(tmp_path / "store"))
+    trainer = TrainerSettings(save_steps=3, step_timeout_s=7)
+    first, second = Calls(store, reference_rows=5), Calls(store, reference_rows=5)
+    first.killed_at = 1
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, first, store, trainer=trainer)
+    assert steps_in(store) == ["step-000000"]
+    assert first.referred == [0, 2, 4, -1]
+    assert first.limits["refer"] == {7}
+    assert first.limits["end_reference"] == {900}
+    progress = [e for e in read_events(tmp_path / "events.jsonl") if e["type"] == "progress"]
+    assert [(e["step"], e["total"], e["phase"]) for e in progress] == [(n, 5, "reference") for n in (2, 4, 5)]
+    run(tmp_path, second, store, trainer=trainer)
+    assert second.referred == []
+    assert second.restored == [0]
+    assert steps_in(store) == ["step-000003", "step-000005"]
+
+
+def test_without_save_steps_the_reference_is_not_kept(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    run(tmp_path, Calls(store, reference_rows=5), store, trainer=TrainerSettings(save_steps=None))
+    assert steps_in(store) == []
 
 
 def test_checkpoints_go_by_their_size_as_well(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def test_evaluation_and_steps_do_not_depend_on_the_cut(groups: Any, job_of: Any,
         groups[ranks].run("supervised", target=TARGETS[stage], job=job_of(stage, ranks, trainer=cut), train_steps=4)
         for ranks, cut in [(1, {"zero_stage": 2}), (2, {"zero_stage": 2, "packing": True}), (2, {"zero_stage": 3})]
     ]
-    assert one[0]["counts"] == {"total_steps": 8, "eval_rows": HELD_OUT}
+    referred = len(SUMS) if stage in ("dpo", "kto") else 0
+    assert one[0]["counts"] == {"total_steps": 8, "eval_rows": HELD_OUT, "reference_rows": referred}
     if stage == "dpo":  # policy and reference still agree: which reward is larger is a matter of the last bits
         for ranks in (one, *others):
             for rank in ranks:
@@ -162,6 +163,18 @@ def test_a_trainer_goes_on_from_the_store_to_the_bit(groups: Any, job_of: Any, s
         assert rank["resumed"] == rank["straight"]
         assert rank["resumed_digest"] == rank["straight_digest"]
     assert len(set(done[0]["straight"])) == 6
+
+
+@pytest.mark.parametrize(("stage", "zero_stage"), [("dpo", 0), ("dpo", 2), ("kto", 3)])
+def test_a_trainer_goes_on_from_before_its_first_step(
+    groups: Any, job_of: Any, llama_tied: str, stage: str, zero_stage: int
+) -> None:
+    """What is kept of a reference of its own is enough: the model in its place is not looked at again."""
+    job = job_of(stage, 2, trainer={"zero_stage": zero_stage}, reference=ModelSource(path=llama_tied))
+    done = groups[2].run("trainer_resume", target=TARGETS[stage], job=job, before=0, after=3)
+    for rank in done:
+        assert rank["resumed"] == rank["straight"]
+        assert rank["resumed_digest"] == rank["straight_digest"]
 
 
 def test_the_reference_is_the_model_that_training_starts_from(groups: Any, job_of: Any) -> None:
