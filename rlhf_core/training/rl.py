@@ -210,7 +210,7 @@ class RlTrainer(TrainerRank):
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
             write_stop_token_ids(directory, stops)
-        return {**tokenizer_facts(self.tokenizer), "stop_token_ids": stops}
+        return {**tokenizer_facts(self.tokenizer), "stop_token_ids": list(stops)}
 
     def _save(self, directory: Path) -> None:
         self.policy.save(directory / "policy")
