@@ -110,7 +110,7 @@ def _summary(names: list[str], metrics: dict[str, Any], shown: list[dict[str, An
 
 
 EVALUATE = Stage(
-    name="evaluate", version=1, module="stages.evaluate", settings=EvaluateSettings, pool="gpu", run=evaluate
+    name="evaluate", version=2, module="stages.evaluate", settings=EvaluateSettings, pool="gpu", run=evaluate
 )
 
 if __name__ == "__main__":

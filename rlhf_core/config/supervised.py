@@ -25,14 +25,22 @@ class TextSettings(Settings):
     train_on: Literal["all", "last"] = Field(
         default="all", description="Which of a conversation's assistant turns are trained on."
     )
-    truncation: Literal["drop", "cut"] = Field(
-        default="drop", description="Rows longer than max_len: left out, or their end cut off. Counted either way."
+    truncation: Literal["drop", "cut", "split"] = Field(
+        default="drop",
+        description="Rows longer than max_len: left out, or their end cut off, and counted; format text: or split into "
+        "chunks, of which the last has the end token.",
     )
     on_bad_row: Literal["refuse", "drop"] = Field(
         default="refuse",
         description="A row that cannot be tokenised, e.g. one that the chat template refuses: the stage fails with its "
         "number, or it is left out and counted.",
     )
+
+    @model_validator(mode="after")
+    def _splits_text(self) -> "TextSettings":
+        if self.truncation == "split" and self.format != "text":
+            raise ValueError(f"truncation split goes with format text; with format {self.format} give drop or cut")
+        return self
 
     @model_validator(mode="after")
     def _one_gap(self) -> "TextSettings":

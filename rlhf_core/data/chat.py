@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.errors import TokenError
-from rlhf_core.data.spans import Part, Span, special_tokens
+from rlhf_core.data.spans import Part, Span, special_pattern
 
 Message = Mapping[str, Any]  # role, content, and tool_calls, reasoning_content, weight where it has them
 
@@ -45,6 +45,7 @@ class Turn:
     prompt: characters that generation is given before it. start, end: of what is trained on. content: where the
     message's content lies, None if the template writes it in another form (with its think block taken apart).
     end_token: with which it ends. unreasoned: the message has reasoning that the template does not write.
+    special: its own text holds a special token.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Turn:
     content: tuple[int, int] | None
     end_token: str
     unreasoned: bool
+    special: bool
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template; give a model whose tokenizer has one, or text.chat_template"
             )
         self._variables = {**tokenizer.special_tokens_map, "strftime_now": _DATE.strftime}
-        ends = sorted(map(re.escape, special_tokens(tokenizer)), key=len, reverse=True)
-        self._end_token = re.compile("|".join(ends) or r"(?!)")
+        self._end_token = special_pattern(tokenizer)
 
     @property
     def content(self) -> str | dict[str, str]:
@@ -128,6 +129,7 @@ class ChatTemplate:
                     borders=tuple(turn.prompt for turn, _ in members),
                     unreasoned=sum(turn.unreasoned for turn, _ in members),
                     end_tokens=frozenset(turn.end_token for turn, _ in members),
+                    special_texts=sum(turn.special for turn, _ in members),
                 )
             )
         return parts
@@ -164,6 +166,7 @@ class ChatTemplate:
             content=content and (len(prompt) + content[0], len(prompt) + content[1]),
             end_token=end_token,
             unreasoned=_squeezed(message.get("reasoning_content") or "") not in _squeezed(completion),
+            special=self._end_token.search(message["content"] + (message.get("reasoning_content") or "")) is not None,
         )
         if _MARKERS.search(self.source(tools)):
             self._check_markers(turn, marked, context, tools)

@@ -18,7 +18,7 @@ from rlhf_core.data.chat import ChatTemplate, Message, as_messages, message_weig
 from rlhf_core.data.errors import BadRow, TokenError
 from rlhf_core.data.placeholders import place_steps, single_id, step_labels
 from rlhf_core.data.samples import Item, Sample
-from rlhf_core.data.spans import Draft, Part, Span, Spelled, Speller
+from rlhf_core.data.spans import Draft, Part, Span, Spelled, Speller, special_pattern
 from rlhf_core.data.token_report import TokenCounts, TokenReport, show_item
 
 Row = Mapping[str, Any]
@@ -46,6 +46,14 @@ class _Plan:
     labels: tuple[float | None, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A plan's items; `cut` says whether they lost their end to max_len."""
+
+    items: tuple[Item, ...]
+    cut: bool = False
+
+
 class Encoder:
     """Encodes rows with one tokenizer under one set of text settings.
 
@@ -58,6 +66,7 @@ class Encoder:
         self.max_len = max_len
         self.tokenizer = tokenizer
         self._speller = Speller(tokenizer)
+        self._special = special_pattern(tokenizer)
         self._template: ChatTemplate | None = None
         if text.format == "chat":
             self._template = ChatTemplate(tokenizer, read_chat_template(text))
@@ -67,8 +76,9 @@ class Encoder:
         return self._template.content if self._template is not None else None
 
     def sft(self, rows: Sequence[Row]) -> EncodedData:
-        """One sample an item, the loss weights of its assistant turns."""
-        return self._encode("sft", rows, self._plan_sft, self._item)
+        """One sample an item, the loss weights of its assistant turns. A text may give several (truncation split)."""
+        make = self._chunks if self.text.truncation == "split" else self._item
+        return self._encode("sft", rows, self._plan_sft, make)
 
     def pairs(self, rows: Sequence[Row], margin: bool = False) -> EncodedData:
         """Two samples an item, chosen and rejected, weight 1 on the response; the scalar `margin` if asked for."""
@@ -99,18 +109,18 @@ class Encoder:
             labels = step_labels(row["steps"], row["labels"], settings)
             return [_Plan((self._solution(row, settings.separator),), labels=labels)]
 
-        def item(plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
-            return self._judged(plan, spelled[0], placeholder, counts)
+        def item(plan: _Plan, spelled: Sequence[Spelled]) -> _Made:
+            return self._judged(plan, spelled[0], placeholder)
 
         return self._encode("steps", rows, plan, item)
 
     def prompts(self, rows: Sequence[Row]) -> EncodedData:
         """One sample an item, what generation is given; no weights. Prompts are never cut."""
 
-        def item(_: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
+        def item(_: _Plan, spelled: Sequence[Spelled]) -> _Made:
             if len(spelled[0].ids) > self.max_len:
                 raise BadRow(self._too_long)
-            return Item((Sample(spelled[0].ids, spelled[0].weights),))
+            return _Made((Item((Sample(spelled[0].ids, spelled[0].weights),)),))
 
         return self._encode("prompts", rows, lambda row: [_Plan((Draft((self._prompt(row),)),))], item)
 
@@ -121,7 +131,7 @@ class Encoder:
             text = _column(row, "text", self.text)
             if not text:
                 raise BadRow("no text")
-            return [_Plan((Draft((Part(text, (Span(0, len(text)),)),), closed=True),))]
+            return [_Plan((Draft((self._trained(text),), closed=True),))]
         if "messages" not in row:
             return [_Plan((self._response(row, _column(row, "response", self.text)),))]
         if self._template is None:
@@ -137,7 +147,7 @@ class Encoder:
         if self._template is None:
             head = self._prompt(row)
             answer = _as_text(response, "response")
-            return Draft((head, Part(answer, (Span(0, len(answer)),))), closed=True)
+            return Draft((head, self._trained(answer)), closed=True)
         prompt, answers = as_messages(row["prompt"], "user"), as_messages(response, "assistant")
         weights = [0.0] * len(prompt) + [float(message["role"] == "assistant") for message in answers]
         parts = self._chat_parts([*prompt, *answers], row, weights)
@@ -147,6 +157,10 @@ class Encoder:
                 "sequence; give a template that leaves them (text.chat_template)"
             )
         return Draft((parts[0],))
+
+    def _trained(self, text: str) -> Part:
+        """A text all of which is trained on."""
+        return Part(text, (Span(0, len(text)),), special_texts=int(self._special.search(text) is not None))
 
     def _solution(self, row: Row, separator: str) -> Draft:
         """Prompt and solution, up to its end marker, with the steps' ends as marks."""
@@ -194,28 +208,45 @@ class Encoder:
     def _too_long(self) -> str:
         return f"longer than max_len ({self.max_len} tokens)"
 
-    def _sample(self, spelled: Spelled, counts: TokenCounts) -> Sample:
+    def _sample(self, spelled: Spelled) -> tuple[Sample, bool]:
+        """(the sample, whether it was cut)."""
         ids, weights = spelled.ids, spelled.weights
-        if len(ids) > self.max_len:
-            if self.text.truncation == "drop":
-                raise BadRow(self._too_long)
-            ids, weights = ids[: self.max_len], weights[: self.max_len]
-            if not weights.any():
-                raise BadRow("the prompt leaves no room for a response token")
-            counts.cut = True
-        return Sample(ids, weights)
+        if len(ids) <= self.max_len:
+            return Sample(ids, weights), False
+        if self.text.truncation == "drop":
+            raise BadRow(self._too_long)
+        ids, weights = ids[: self.max_len], weights[: self.max_len]
+        if not weights.any():
+            raise BadRow("the prompt leaves no room for a response token")
+        return Sample(ids, weights), True
 
-    def _item(self, plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
-        return Item(tuple(self._sample(one, counts) for one in spelled), plan.scalars)
+    def _item(self, plan: _Plan, spelled: Sequence[Spelled]) -> _Made:
+        samples, cut = zip(*map(self._sample, spelled), strict=True)
+        return _Made((Item(samples, plan.scalars),), any(cut))
 
-    def _pair(self, plan: _Plan, spelled: Sequence[Spelled], counts: TokenCounts) -> Item:
-        item = self._item(plan, spelled, counts)
-        chosen, rejected = item.samples
+    def _pair(self, plan: _Plan, spelled: Sequence[Spelled]) -> _Made:
+        made = self._item(plan, spelled)
+        chosen, rejected = made.items[0].samples
         if np.array_equal(chosen.ids, rejected.ids):
-            raise BadRow("chosen and rejected are the same tokens" + (" once cut" if counts.cut else ""))
-        return item
+            raise BadRow("chosen and rejected are the same tokens" + (" once cut" if made.cut else ""))
+        return made
 
-    def _judged(self, plan: _Plan, spelled: Spelled, placeholder: int, counts: TokenCounts) -> Item:
+    def _chunks(self, plan: _Plan, spelled: Sequence[Spelled]) -> _Made:
+        """A text in chunks of max_len tokens, the EOS on the last alone.
+
+        Each begins with the token that the one before it ends with, as context: every token is a target once.
+        """
+        (whole,) = spelled
+        if self.max_len < 2:
+            raise BadRow(self._too_long)
+        starts = range(0, max(1, len(whole.ids) - 1), self.max_len - 1)
+        places = [slice(start, start + self.max_len) for start in starts]
+        samples = [Sample(whole.ids[place], whole.weights[place].copy()) for place in places]
+        for sample in samples:
+            sample.weights[0] = 0.0
+        return _Made(tuple(Item((sample,), plan.scalars) for sample in samples))
+
+    def _judged(self, plan: _Plan, spelled: Spelled, placeholder: int) -> _Made:
         """The sequence up to the last step's placeholder."""
         ids, places = place_steps(spelled.ids, [mark + 1 for mark in spelled.marks], placeholder)
         ids = ids[: places[-1] + 1]
@@ -223,8 +254,8 @@ class Encoder:
         for place, label in zip(places, plan.labels, strict=True):
             if label is not None:
                 weights[place], labels[place] = 1.0, label
-        sample = self._sample(Spelled(ids, weights), counts)
-        return Item((Sample(sample.ids, sample.weights, labels[: len(sample.ids)]),), plan.scalars)
+        sample, cut = self._sample(Spelled(ids, weights))
+        return _Made((Item((Sample(sample.ids, sample.weights, labels[: len(sample)]),), plan.scalars),), cut)
 
     # -- all rows -------------------------------------------------------------------------------------------------
 
@@ -233,7 +264,7 @@ class Encoder:
         kind: str,
         rows: Sequence[Row],
         plan: Callable[[Row], list[_Plan]],
-        make: Callable[[_Plan, Sequence[Spelled], TokenCounts], Item],
+        make: Callable[[_Plan, Sequence[Spelled]], _Made],
     ) -> EncodedData:
         items: list[Item] = []
         row_ids: list[int] = []
@@ -245,15 +276,20 @@ class Encoder:
             for number, one in planned:
                 sequences = [next(spelled) for _ in one.drafts]
                 try:
-                    item = make(one, [_good(sequence) for sequence in sequences], counts.next_item())
+                    made = make(one, [_good(sequence) for sequence in sequences])
                 except (BadRow, TokenError) as bad:
                     counts.drop(self._dropped(bad, number), number)
                     continue
+                parts = [part for draft in one.drafts for part in draft.parts]
                 counts.keep(
-                    item, sum(part.unreasoned for draft in one.drafts for part in draft.parts), self._end_tokens(one)
+                    made.items,
+                    cut=made.cut,
+                    unreasoned=sum(part.unreasoned for part in parts),
+                    special_texts=sum(part.special_texts for part in parts),
+                    end_tokens=self._end_tokens(one),
                 )
-                items.append(item)
-                row_ids.append(number)
+                items += made.items
+                row_ids += [number] * len(made.items)
         report = counts.report(show_item(self.tokenizer, items[0]) if items else "")
         if rows and not items:
             raise TokenError(f"data set {kind}: none of the {len(rows)} rows can be used: {report.drops_in_words()}")

@@ -5,6 +5,7 @@ every span: the prompt alone has the token ids with which the whole begins, no t
 it, and its tokens decode to its text.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Part:
 
     borders: lengths of its beginnings that generation is given as prompts. marks: ends of steps, in characters; asked
     for is the token that holds the character before each. unreasoned: turns whose reasoning the text does not hold.
-    end_tokens: those with which its spans end.
+    end_tokens: those with which its spans end. special_texts: trained texts that hold special tokens of their own.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Part:
     marks: tuple[int, ...] = ()
     unreasoned: int = 0
     end_tokens: frozenset[str] = frozenset()
+    special_texts: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ def special_tokens(tokenizer: Any) -> list[str]:
     """Every token that the tokenizer knows as special, eos and bos among them."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added | {token for token in (tokenizer.bos_token, tokenizer.eos_token) if token})
+
+
+def special_pattern(tokenizer: Any) -> re.Pattern[str]:
+    """Finds special tokens in a text, the longest first."""
+    tokens = sorted(map(re.escape, special_tokens(tokenizer)), key=len, reverse=True)
+    return re.compile("|".join(tokens) or r"(?!)")
 
 
 class Speller:

@@ -1,7 +1,7 @@
 """What became of rows when they were made tokens: counts, lengths, an example with its loss mask shown."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,10 +20,11 @@ _EXAMPLE_CHARACTERS = 4000
 class TokenReport:
     """rows + unrolled = items + all that was dropped.
 
-    unrolled: items beyond one a row, from conversations whose template rewrites earlier turns. cut: items that lost
-    their end to max_len. trained_tokens: those of weight > 0. unreasoned: turns trained on without their
-    reasoning_content, which the chat template does not write. end_tokens: the tokens that end what is trained on, and
-    their ids. example: the first item, trained text in ⟦ ⟧.
+    unrolled: items beyond one a row, from conversations whose template rewrites earlier turns and from texts that were
+    split. cut: items that lost their end to max_len. trained_tokens: those of weight > 0. unreasoned: turns trained on
+    without their reasoning_content, which the chat template does not write. end_tokens: the tokens that end what is
+    trained on, and their ids. special_texts: turns trained on whose own text holds special tokens. example: the first
+    item, trained text in ⟦ ⟧.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class TokenReport:
     tokens: int
     trained_tokens: int
     unreasoned: int
+    special_texts: int
     end_tokens: dict[str, int]
     lengths: Lengths | None
     example: str
@@ -53,7 +55,17 @@ class TokenReport:
 
     def figures(self) -> dict[str, int]:
         """The counts, as metrics."""
-        names = ("rows", "unrolled", "items", "cut", "samples", "tokens", "trained_tokens", "unreasoned")
+        names = (
+            "rows",
+            "unrolled",
+            "items",
+            "cut",
+            "samples",
+            "tokens",
+            "trained_tokens",
+            "unreasoned",
+            "special_texts",
+        )
         return {name: getattr(self, name) for name in names} | {"dropped": self._dropped()}
 
     def drops_in_words(self) -> str:
@@ -66,7 +78,7 @@ class TokenReport:
         share = 100 * self.trained_tokens / max(1, self.tokens)
         lines = [
             f"**{self.kind}**: {self.rows} rows read, {self.items} items kept, {self._dropped()} dropped, "
-            f"{self.cut} cut at {self.max_len} tokens, {self.unrolled} more from unrolled conversations",
+            f"{self.cut} cut at {self.max_len} tokens, {self.unrolled} more than one a row",
             "",
             f"{self.tokens} tokens in {self.samples} samples, {self.trained_tokens} trained on ({share:.1f}%)",
             "",
@@ -83,6 +95,11 @@ class TokenReport:
             lines += [f"Responses end with {', '.join(f'`{token}`' for token in self.end_tokens)}.", ""]
         if self.unreasoned:
             lines += [f"The chat template leaves out the reasoning of {self.unreasoned} turns.", ""]
+        if self.special_texts:
+            lines += [
+                f"{self.special_texts} responses have special tokens in their own text, which are trained on as such.",
+                "",
+            ]
         if self.dropped:
             lines += ["| dropped because | items | first row |", "|---|---|---|"]
             lines += [f"| {reason} | {one.items} | {one.first_row} |" for reason, one in self.dropped.items()]
@@ -103,17 +120,17 @@ class TokenReport:
 
 @dataclass
 class TokenCounts:
-    """What a report is made of, while rows are encoded. `cut` says whether the item in hand was."""
+    """What a report is made of, while rows are encoded."""
 
     kind: str
     max_len: int
-    cut: bool = False
     _rows: int = 0
     _planned: int = 0
     _items: int = 0
     _cut_items: int = 0
     _trained: int = 0
     _unreasoned: int = 0
+    _special_texts: int = 0
     _end_tokens: dict[str, int] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
     _dropped: dict[str, Dropped] = field(default_factory=dict)
@@ -123,19 +140,19 @@ class TokenCounts:
         self._rows += 1
         self._planned += items
 
-    def next_item(self) -> "TokenCounts":
-        self.cut = False
-        return self
-
     def drop(self, bad: BadRow, row_id: int) -> None:
         count_drop(self._dropped, bad, row_id + 1)
 
-    def keep(self, item: Item, unreasoned: int, end_tokens: Mapping[str, int]) -> None:
-        """end_tokens: of the item as it was before it was cut."""
-        self._items += 1
+    def keep(
+        self, items: Sequence[Item], *, cut: bool, unreasoned: int, special_texts: int, end_tokens: Mapping[str, int]
+    ) -> None:
+        """The items that a planned one has become. end_tokens: of those before they were cut."""
+        self._planned += len(items) - 1
+        self._items += len(items)
         self._unreasoned += unreasoned
-        self._cut_items += self.cut
-        for sample in item.samples:
+        self._special_texts += special_texts
+        self._cut_items += cut
+        for sample in (sample for item in items for sample in item.samples):
             self._lengths.append(len(sample))
             trained = sample.ids[sample.weights > 0]
             self._trained += len(trained)
@@ -154,6 +171,7 @@ class TokenCounts:
             tokens=sum(self._lengths),
             trained_tokens=self._trained,
             unreasoned=self._unreasoned,
+            special_texts=self._special_texts,
             end_tokens=dict(sorted(self._end_tokens.items())),
             lengths=lengths_of(self._lengths) if self._lengths else None,
             example=example,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.base import SettingsError, key_settings, parse_settings
-from rlhf_core.config.supervised import KtoSettings, RmSettings
+from rlhf_core.config.supervised import KtoSettings, RmSettings, TextSettings
 
 COMMON: dict[str, Any] = {"optimizer": {"lr": 1e-3}, "batch_size": 8, "max_len": 8, "max_steps": 1}
 
@@ -38,6 +38,14 @@ def test_a_smaller_kl_is_better():
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str):
     with pytest.raises(SettingsError, match=message):
         parse_settings(RmSettings, COMMON | given)
+
+
+def test_only_plain_text_is_split():
+    assert parse_settings(TextSettings, {"format": "text", "truncation": "split"}).truncation == "split"
+    with pytest.raises(
+        SettingsError, match="truncation split goes with format text; with format chat give drop or cut"
+    ):
+        parse_settings(TextSettings, {"truncation": "split"})
 
 
 def test_the_dtype_in_which_gradients_add_up_is_in_the_key():

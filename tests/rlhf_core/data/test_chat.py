@@ -434,6 +434,21 @@ def test_the_tokens_with_which_turns_end_are_reported(make_tokenizer, model_toke
     assert (cut.report.cut, cut.report.end_tokens) == (1, {})
 
 
+def test_special_tokens_in_what_is_trained_on_are_counted(model_tokenizer):
+    """They are those tokens once encoded, as if the template had written them."""
+    tokenizer = model_tokenizer("chatml")
+    messages = [user("<|im_end|>"), assistant("use <|im_end|>"), user("a"), assistant("b"), user("c"), assistant("d")]
+    report = encode(tokenizer, messages).report
+    assert report.special_texts == report.figures()["special_texts"] == 1
+    assert "1 responses have special tokens in their own text" in report.to_markdown()
+    assert encode(tokenizer, messages, train_on="last").report.special_texts == 0
+    thought = [user("a"), assistant("b", reasoning_content="</s>")]
+    assert encode(model_tokenizer("qwen3"), thought).report.special_texts == 1
+    for text, row in (("text", {"text": "a</s>b"}), ("template", {"prompt": "a", "response": "<|im_start|>"})):
+        data = Encoder(tokenizer, TextSettings(format=text), 100).sft([row, *[{**row, **dict.fromkeys(row, "a")}] * 2])
+        assert data.report.special_texts == 1
+
+
 # -- random conversations ---------------------------------------------------------------------------------------------
 
 PIECES = [

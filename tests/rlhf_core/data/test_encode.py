@@ -359,6 +359,30 @@ def test_a_prompt_that_leaves_no_room_is_dropped(tokenizer):
     assert "the prompt leaves no room for a response token" in data.report.dropped
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("max_len", [2, 3, 7, 1000])
+def test_a_split_text_has_every_token_as_a_target_once_and_ends_once(make_tokenizer, max_len, adds_bos):
+    tokenizer = make_tokenizer("<s>", "</s>", adds_bos)
+    rows = [{"text": "The answer is 42. " * n} for n in (1, 5)]
+    whole = encoder(tokenizer, format="text").sft(rows)
+    data = encoder(tokenizer, max_len, format="text", truncation="split").sft(rows)
+    assert sorted(set(data.row_ids)) == [0, 1]
+    for row, item in enumerate(whole.items):
+        chunks = [one.samples[0] for one, number in zip(data.items, data.row_ids, strict=True) if number == row]
+        expected = item.samples[0].ids.tolist()
+        assert all(len(chunk) == max_len for chunk in chunks[:-1])
+        assert 2 <= len(chunks[-1]) <= max_len
+        assert all(chunk.weights.tolist() == [0.0] + [1.0] * (len(chunk) - 1) for chunk in chunks)
+        targets = [token for chunk in chunks for token in chunk.ids[1:].tolist()]
+        assert [chunks[0].ids[0], *targets] == expected
+        assert [chunk.ids[0] for chunk in chunks[1:]] == [chunk.ids[-1] for chunk in chunks[:-1]]
+        assert targets.count(tokenizer.eos_token_id) == 1
+    report = data.report
+    assert (report.rows, report.cut, report.dropped) == (2, 0, {})
+    assert report.rows + report.unrolled == report.items == report.samples == len(data.items)
+    assert report.trained_tokens == whole.report.trained_tokens
+
+
 def test_data_of_which_nothing_is_left_is_refused(tokenizer):
     with pytest.raises(
         TokenError, match=r"data set sft: none of the 2 rows can be used: longer than max_len \(3 tokens\)"
