@@ -54,7 +54,7 @@ class StageContext:
         config = self.settings.model_dump(mode="json")
         return History(self.files, self.events, self.run.tracking, run_name=name, config=config)
 
-    def job(self, tokens: dict[str, str] | None = None) -> Job:
+    def job(self, tokens: dict[str, str] | None = None, chat_template: str | None = None) -> Job:
         """What the trainers' ranks are told. tokens: split -> key in the token cache."""
         return Job(
             stage=self.stage,
@@ -65,6 +65,7 @@ class StageContext:
             scratch=str(self.scratch),
             manifests=self.manifests,
             tokens=tokens or {},
+            chat_template=chat_template,
         )
 
 

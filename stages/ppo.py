@@ -13,6 +13,8 @@ from rlhf_core.training.capabilities import check_combination, check_plain_ranks
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_head, check_length, check_same_tokenizer, described, input_template
 from stages.definition import Stage, StageContext, StageResult
+from stages.exporting import export_model
+from stages.inputs import check_unchanged, code_digests
 
 
 def ppo(context: StageContext) -> StageResult:
@@ -46,6 +48,7 @@ def ppo(context: StageContext) -> StageResult:
 def _check_contract(context: StageContext) -> RewardMix:
     """Refuses what would fail once the engines have started. Returns the mix of rewards, with the RM's mean and std."""
     settings: PpoSettings = context.settings
+    check_unchanged(context.node, code_digests(context.node, settings), context.key_source["code"])
     models = {name: context.manifests[name] for name in ("policy", "reward", "process") if name in context.manifests}
     check_same_tokenizer(**models)
     rollout = settings.rollout
@@ -76,6 +79,7 @@ def _train(
     history: History,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what was measured, facts of the exported model's tokenizer)."""
+    from rlhf_core.cluster.limit import start_limit
     from rlhf_core.cluster.session import ray_session
     from rlhf_core.models.tokenizer import stop_token_ids
     from rlhf_core.rollout.reward_sources import RewardSources
@@ -95,7 +99,7 @@ def _train(
         groups.callback(sampler.close)
         trainers = start_trainers(RL_TRAINER, job, settings.trainer, cluster)
         groups.callback(trainers.close)
-        trainers.call("load", timeout_s=cluster.start_timeout_s)
+        trainers.call("load", timeout_s=start_limit(cluster))
         wait_for_sampler(sampler, starting, cluster)
         run = PpoRun(
             job=job,
@@ -110,11 +114,11 @@ def _train(
             history=history,
             store=context.store,
             lease=context.lease,
-            start_timeout_s=cluster.start_timeout_s,
+            start_timeout_s=start_limit(cluster),
         )
         measured = run.run()
         events.phase("exporting")
-        facts = trainers.call("export", str(context.files / "model"), timeout_s=cluster.start_timeout_s)[0]
+        facts = export_model(trainers, context.files, timeout_s=start_limit(cluster))
     return measured, facts
 
 

@@ -10,10 +10,11 @@ from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import SupervisedSettings
 from rlhf_core.tracking.history import History
 from rlhf_core.tracking.plots import Curve, plot_curves
-from rlhf_core.training.capabilities import check_combination, check_heads
+from rlhf_core.training.capabilities import check_combination, check_model
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_length, described
 from stages.definition import StageContext, StageResult
+from stages.exporting import export_model
 from stages.inputs import check_unchanged, code_digests, fetch_hub_models, foreign_models
 from stages.tokens import Tokens, tokenise
 
@@ -56,6 +57,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
 
     from rlhf_core.cluster.limit import start_limit
     from rlhf_core.cluster.session import ray_session
+    from rlhf_core.data.encode import read_chat_template
     from rlhf_core.models.tokenizer import load_tokenizer
     from rlhf_core.training.rank import start_trainers
     from rlhf_core.training.supervised_loop import run_supervised
@@ -65,12 +67,12 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     directory = model_directory(context)
     check_inputs(context, directory)
     check_combination(settings)
-    check_heads(settings.trainer, AutoConfig.from_pretrained(directory))
+    check_model(settings, AutoConfig.from_pretrained(directory))
     check_resumable(context.store, context.stage, context.key, settings)
     tokens = tokenise(context, load_tokenizer(directory))
     cluster = context.run.cluster
     limit = start_limit(cluster)
-    job = context.job(tokens.keys)
+    job = context.job(tokens.keys, read_chat_template(settings.text))
     with closing(context.history()) as history:
         context.events.phase("starting ranks")
         with ray_session(cluster, actors=settings.trainer.ranks):
@@ -78,8 +80,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
             try:
                 measured = run_supervised(group, job, context.store, context.lease, history, start_timeout_s=limit)
                 context.events.phase("exporting")
-                model = str(context.files / "model")
-                facts = group.call("export", model, timeout_s=limit)[0]
+                facts = export_model(group, context.files, timeout_s=limit)
             finally:
                 group.close()
     losses = history.curve("loss")[1]
@@ -88,7 +89,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
         {**tokens.counts, **measured, "first_loss": losses[0], "last_loss": losses[-1]},
         model={
             **facts,
-            **adapter_facts(settings, Path(model)),
+            **adapter_facts(settings, context.files / "model"),
             "input_template": settings.text.input_template if settings.text.format == "template" else None,
             "model_class": model_class,
             "dtype": settings.dtype,

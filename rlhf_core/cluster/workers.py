@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.limit import Limit
@@ -69,16 +69,19 @@ class WorkerGroup:
         start_timeout_s: float,
         gpus_per_rank: float = 0,
     ):
-        """`target` is "module:Class", imported inside the actors. Raises ClusterError if they cannot be placed."""
+        """`target` is "module:Class", imported inside the actors. Raises ClusterError if they cannot be placed.
+
+        Rank 0, which writes files that the driver reads, is placed on the driver's node where there is room for it.
+        """
         self.role, self.size, self._events_path = role, size, events
         resources = {"CPU": 1.0, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
-        self._placement = placement_group([resources] * size, strategy="PACK")
-        if not self._placement.wait(start_timeout_s):
-            remove_placement_group(self._placement)
+        placement = _placed(resources, size, start_timeout_s)
+        if placement is None:
             raise ClusterError(
                 f"{role}: {size} x {resources} could not be placed within {start_timeout_s:.0f} s; the cluster has "
                 f"{ray.available_resources()} free: ask for fewer ranks or add nodes"
             )
+        self._placement = placement
         remote = ray.remote(RankHost)
         self._actors: list[Any] = [
             remote.options(
@@ -162,8 +165,20 @@ class WorkerGroup:
         remove_placement_group(self._placement)
 
 
+def _placed(resources: dict[str, float], size: int, timeout_s: float) -> PlacementGroup | None:
+    """`size` bundles, the first on this node or, where it has no room, as Ray likes; None: not within timeout_s."""
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    for selector, limit in (([here, *[{}] * (size - 1)], min(_HERE_S, timeout_s)), ([{}] * size, timeout_s)):
+        placement = placement_group([resources] * size, strategy="PACK", bundle_label_selector=selector)
+        if placement.wait(limit):
+            return placement
+        remove_placement_group(placement)
+    return None
+
+
 # Ray's memory monitor, a lost node and a crash have errors of their own beside that of a dead actor.
 _PROCESS_ENDED = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+_HERE_S = 10.0  # free resources are given at once, and those of a group that just ended within seconds
 _PEERS_S = 3.0  # how long the peers of a failed rank are given to fail too
 
 

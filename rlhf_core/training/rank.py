@@ -31,6 +31,7 @@ class Job:
     """What a driver tells its ranks: settings, and where things are. `scratch` is a path on any node.
 
     tokens: "train" and, with held-out rows, "eval" -> key in the store's token cache (rlhf_core/data/token_cache.py).
+    chat_template: the Jinja text of `text.chat_template`, a path of the driver's; None: the tokenizer's own.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class Job:
     scratch: str
     manifests: dict[str, Manifest] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
 
     def token_tables(self) -> dict[str, "TokenTable"]:
         """The tokens of each split that the driver has made; fetched to this node when they are not there yet."""

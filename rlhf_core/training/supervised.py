@@ -11,7 +11,6 @@ import torch
 
 from rlhf_core.config.supervised import SftSettings, SupervisedSettings
 from rlhf_core.data.batches import SampleOrder
-from rlhf_core.data.encode import read_chat_template
 from rlhf_core.data.layout import Layout, make_batch, plan_step
 from rlhf_core.data.samples import Item
 from rlhf_core.models.export import ADAPTER_DIRECTORY
@@ -49,7 +48,7 @@ class SupervisedTrainer(TrainerRank):
         self.model_dir = self._base or self.job.input_path("model") / "model"
         self.tokenizer = load_tokenizer(self.model_dir)
         # Exports carry the template that the model was trained with.
-        self.tokenizer.chat_template = read_chat_template(settings.text) or self.tokenizer.chat_template
+        self.tokenizer.chat_template = self.job.chat_template or self.tokenizer.chat_template
         self.tables = self.job.token_tables()
         rows = len(self.tables["train"])
         self.order = SampleOrder(rows, settings.seed)

@@ -11,6 +11,11 @@ class PlainRank:
     def seen(self, *args: object, word: str = "") -> tuple[object, ...]:
         return self.rank, args, word, os.environ["OMP_NUM_THREADS"], os.environ["GIVEN"]
 
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings, TextSettings
 from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, ScratchModel, TrainerSettings
-from rlhf_core.data.encode import EncodedData, Encoder
+from rlhf_core.data.encode import EncodedData, Encoder, read_chat_template
 from rlhf_core.data.token_cache import cached_tokens
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.store.artifacts import publish
@@ -117,7 +117,8 @@ def job_of(tmp_path: Path, llama: str) -> Any:
         for (_, key), rows in zip(keys.items(), (rows_of(stage)[HELD_OUT:], rows_of(stage)[:HELD_OUT]), strict=True):
             cached_tokens(store, key, scratch / "tokens", lambda rows=rows: encoded(encoder, stage, own, rows))
         lease = acquire(store, stage, "a" * 64, {"test": True}, 3600)
-        return Job(stage, "a" * 64, own, store.url, lease.n, str(scratch), manifests, keys)
+        template = read_chat_template(own.text)
+        return Job(stage, "a" * 64, own, store.url, lease.n, str(scratch), manifests, keys, template)
 
     return make
 
@@ -247,10 +248,11 @@ def test_a_reward_models_export_scores_as_it_was_evaluated(
 def test_an_exported_policy_stops_where_its_template_ends_a_turn(
     groups: Any, job_of: Any, tmp_path: Path, stage: str
 ) -> None:
-    """As for a base model whose EOS its chat template does not write."""
+    """As for a base model whose EOS its chat template does not write. Ranks may be where the template's file is not."""
     template, out = tmp_path / "template.jinja", tmp_path / "export"
     template.write_text("{% for m in messages %}{{ m.content }}<pad>{% endfor %}")
     job = job_of(stage, 1, text=TextSettings(chat_template=str(template)))
+    template.unlink()
     done = groups[1].run("supervised", target=TARGETS[stage], job=job, train_steps=1, export=str(out))[0]
     tokenizer, config = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<pad>")]
