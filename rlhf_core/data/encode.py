@@ -6,7 +6,7 @@ the chat template refuses, steps without labels) is refused: TokenError with the
 text.on_bad_row `drop` it is dropped and counted instead.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 ENCODER_VERSION = 2  # part of the token cache's key: raise it when any row gives other tokens or weights
 
-_ROWS_AT_ONCE = 256  # rows whose texts are held and encoded in one call
+_CHARACTERS_AT_ONCE = 2**20  # of texts that are held and encoded in one call
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,7 @@ class Encoder:
         items: list[Item] = []
         row_ids: list[int] = []
         counts = TokenCounts(kind, self.max_len)
-        for begin in range(0, len(rows), _ROWS_AT_ONCE):
-            numbers = range(begin, min(begin + _ROWS_AT_ONCE, len(rows)))
-            planned = list(self._planned(numbers, rows, plan, counts))
+        for planned in _batches(self._planned(rows, plan, counts)):
             spelled = iter(self._speller.spell([draft for _, one in planned for draft in one.drafts]))
             for number, one in planned:
                 sequences = [next(spelled) for _ in one.drafts]
@@ -312,17 +310,31 @@ class Encoder:
         return {token: self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
 
     def _planned(
-        self, numbers: range, rows: Sequence[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
+        self, rows: Sequence[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
     ) -> Iterator[tuple[int, _Plan]]:
-        for number in numbers:
+        """Each item to be, with its row's number from 0."""
+        for number, row in enumerate(rows):
             try:
-                plans = plan(rows[number])
+                plans = plan(row)
             except (BadRow, TokenError) as bad:
                 counts.read(1)
                 counts.drop(self._dropped(bad, number), number)
                 continue
             counts.read(len(plans))
             yield from ((number, one) for one in plans)
+
+
+def _batches(planned: Iterable[tuple[int, _Plan]]) -> Iterator[list[tuple[int, _Plan]]]:
+    """As many as have _CHARACTERS_AT_ONCE characters together, or one."""
+    batch, size = [], 0
+    for number, plan in planned:
+        batch.append((number, plan))
+        size += sum(len(part.text) for draft in plan.drafts for part in draft.parts)
+        if size >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def read_chat_template(text: TextSettings) -> str | None:

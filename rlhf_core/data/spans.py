@@ -6,6 +6,7 @@ it, and its tokens decode to its text.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.errors import BadRow, TokenError
+
+_BORDER_CHARACTERS = 100  # before a border, at least, are encoded to check it
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Speller:
         self.tokenizer = tokenizer
         self._bos, self._bos_id = tokenizer.bos_token, tokenizer.bos_token_id
         self._adds_bos = self._bos_id is not None and tokenizer("x")["input_ids"][:1] == [self._bos_id]
+        self._special = special_pattern(tokenizer)
+        self._special_ids = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
         self._anchors: dict[int, str] = {}
 
     def spell(self, drafts: Sequence[Draft]) -> list[Spelled | BadRow | TokenError]:
@@ -109,8 +114,9 @@ class Speller:
             for number, part in enumerate(draft.parts):
                 text, dropped = self._one_bos(part.text, number)
                 wanted(text)
-                for border in part.borders:
-                    wanted(text[: border - dropped])
+                borders = [border - dropped for border in part.borders]
+                for border, cut in zip(borders, self._cuts(text, borders), strict=True):
+                    wanted(text[cut:border])
         encodings = self._encode(list(texts))
         known = {text: encodings[number] for text, number in texts.items()}
         spelled: list[Spelled | BadRow | TokenError] = []
@@ -131,9 +137,7 @@ class Speller:
         for number, part in enumerate(draft.parts):
             text, dropped = self._one_bos(part.text, number)
             whole = known[text] if number else self._with_bos(text, known[text])
-            for border in part.borders:
-                head = known[text[: border - dropped]]
-                self._check_border(text[: border - dropped], head if number else self._with_bos(text, head), whole)
+            self._check_borders(text, [border - dropped for border in part.borders], number == 0, known, whole)
             ids.append(whole.ids)
             weights.append(self._weights(part, text, dropped, whole))
             marks += [length + _token_before(whole, mark - dropped) for mark in part.marks]
@@ -163,12 +167,37 @@ class Speller:
             weights[first : last + 1] = span.weight
         return weights
 
-    def _check_border(self, prompt: str, head: _Encoding, whole: _Encoding) -> None:
-        if not np.array_equal(head.ids, whole.ids[: len(head.ids)]):
-            raise BadRow(
-                "a token holds both prompt and response",
-                f"the prompt's tokens, alone, are not those with which the whole begins, at ...{prompt[-20:]!r}",
-            )
+    def _cuts(self, text: str, borders: Sequence[int]) -> list[int]:
+        """For each border, from where on the text before it is encoded to check it: a special token, or 0.
+
+        Text is cut at special tokens before it is encoded, so what stands before one changes no token behind it; and to
+        encode all of it for each turn would cost the square of a conversation's length.
+        """
+        if not borders:
+            return []
+        places = [0, *(found.start() for found in self._special.finditer(text))]
+        return [places[max(1, bisect_right(places, border - _BORDER_CHARACTERS)) - 1] for border in borders]
+
+    def _check_borders(
+        self, text: str, borders: Sequence[int], begins: bool, known: dict[str, _Encoding], whole: _Encoding
+    ) -> None:
+        """Each beginning of the text has, encoded alone, the tokens with which the whole begins.
+
+        begins: whether the text begins its sequence.
+        """
+        for border, cut in zip(borders, self._cuts(text, borders), strict=True):
+            first = int(np.searchsorted(whole.ends, cut, side="right")) if cut else 0
+            if cut and (whole.starts[first] != cut or int(whole.ids[first]) not in self._special_ids):
+                cut = first = 0  # what looks like a special token was not taken for one
+            prompt = text[cut:border]
+            head = known[prompt] if prompt in known else self._encode([prompt])[0]
+            if begins and not cut:
+                head = self._with_bos(text, head)
+            if not np.array_equal(head.ids, whole.ids[first : first + len(head.ids)]):
+                raise BadRow(
+                    "a token holds both prompt and response",
+                    f"the prompt's tokens, alone, are not those with which the whole begins, at ...{prompt[-20:]!r}",
+                )
 
     def _check_text(self, ids: np.ndarray, first: int, end: int, expected: str) -> None:
         """The tokens decode to the text, or to what the tokenizer makes of that text (unknown characters, NFC)."""

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet
 import pytest
+from tokenizers import AddedToken
 
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.supervised import PrmSettings, TextSettings
@@ -14,6 +15,7 @@ from rlhf_core.data.errors import TokenError
 from rlhf_core.data.loading import load_data
 from rlhf_core.data.placeholders import split_steps
 from rlhf_core.data.shapes import convert, recognise, renamed
+from rlhf_core.data.spans import Speller
 from rlhf_core.models.scratch import build_tokenizer as build_scratch_tokenizer
 
 PRM = {"optimizer": {"lr": 1e-5}, "batch_size": 1, "max_len": 1000, "max_steps": 1}
@@ -223,6 +225,50 @@ def test_a_prompt_whose_tokens_change_once_a_response_follows_is_dropped(make_to
     tokenizer.chat_template = model_tokenizer("llama3").chat_template.replace("bos_token + ", "")
     with pytest.raises(TokenError, match="the prompt's tokens, alone, are not those with which the whole begins"):
         encoder(tokenizer).sft([{"prompt": "How?", "response": "Fine."}])
+
+
+def conversation(turns, last="Fine."):
+    long = "How are you today? I am fine, thank you. " * 5
+    said = [long + str(number) for number in range(2 * turns - 1)] + [last]
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(said)]}
+
+
+def test_a_long_conversation_is_encoded_a_few_times_and_not_once_a_turn(tokenizer, monkeypatch):
+    characters = []
+    encode_all = Speller._encode
+
+    def counted(self, texts):
+        characters.append(sum(map(len, texts)))
+        return encode_all(self, texts)
+
+    monkeypatch.setattr(Speller, "_encode", counted)
+    encoder(tokenizer, 10**6).sft([conversation(30)])
+    once = sum(len(one["content"]) for one in conversation(30)["messages"])
+    assert sum(characters) < 4 * once  # whole prefixes would be 15 times
+
+
+def test_the_border_of_a_late_turn_is_checked(make_tokenizer, model_tokenizer):
+    """As above, with the line breaks merging at the last turn alone: a content that begins with white space."""
+    tokenizer = make_tokenizer(None, "<|im_end|>")
+    tokenizer.chat_template = model_tokenizer("chatml").chat_template
+    data = encoder(tokenizer, 10**6).sft([conversation(20), conversation(20, "\nFine.")])
+    assert data.row_ids == [0]
+    assert list(data.report.dropped) == ["a token holds both prompt and response"]
+    ahead = make_tokenizer(None, "<|eot_id|>", pattern=r" ?\S+|\s+(?!\S)|\s+")
+    ahead.chat_template = model_tokenizer("llama3").chat_template.replace("bos_token + ", "")
+    with pytest.raises(TokenError, match="the prompt's tokens, alone, are not those with which the whole begins"):
+        encoder(ahead, 10**6).sft([conversation(20)])
+
+
+def test_a_border_behind_what_only_looks_like_a_special_token(make_tokenizer, model_tokenizer):
+    tokenizer = make_tokenizer(None, "<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<x>", special=True, single_word=True)]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    content = "the answer<x>42 " + "How are you? " * 20
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
+    (sample,) = encoder(tokenizer).sft([row]).items[0].samples
+    assert tokenizer.convert_tokens_to_ids("<x>") not in sample.ids
+    assert split(tokenizer, sample) == (content + "<|im_end|>", "Fine.<|im_end|>")
 
 
 def test_a_token_that_reaches_into_the_response_is_never_trained_on(make_tokenizer):
@@ -631,7 +677,7 @@ def test_the_example_of_steps_shows_each_verdict(tokenizer):
 def test_rows_are_the_same_however_many_are_encoded_at_once(tokenizer, monkeypatch):
     rows = [{"prompt": f"How {n}?", "response": "42 " * (n % 7 + 1)} for n in range(20)]
     whole = encoder(tokenizer).sft(rows)
-    monkeypatch.setattr("rlhf_core.data.encode._ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("rlhf_core.data.encode._CHARACTERS_AT_ONCE", 300)
     parts = encoder(tokenizer).sft(rows)
     assert [item.samples[0].ids.tolist() for item in parts.items] == [i.samples[0].ids.tolist() for i in whole.items]
     assert parts.report == whole.report
