@@ -185,7 +185,8 @@ class RlTrainer(TrainerRank):
     def _after(self, step: int, scored: Sequence[Scored]) -> None:
         """Moves the KL coefficient and the reference, where that is set."""
         kl = self.settings.algorithm.kl
-        if kl.target is not None:
+        # While the critic warms up the policy stands still, and a KL of 0 says nothing about the coefficient.
+        if kl.target is not None and step > self.settings.warmup_steps:
             coef = adapted_coefficient(
                 self.state.kl_coef, trajectory_kl(scored), target=kl.target, horizon=kl.horizon, samples=len(scored)
             )

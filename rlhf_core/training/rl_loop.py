@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.cluster.workers import WorkerGroup
+from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder
 from rlhf_core.rollout.evaluation import sampled_metrics
-from rlhf_core.rollout.outcomes import Response
+from rlhf_core.rollout.outcomes import Outcome, Response
 from rlhf_core.rollout.prompts import Prompt, completion_text, greedy_requests, rollout_requests
 from rlhf_core.rollout.reward_sources import RewardSources, settle
 from rlhf_core.rollout.rewards import RewardMix, solution_verdict
@@ -46,6 +47,17 @@ class Rewarded:
     graded: Graded
     values: dict[str, float]
     score: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the sampler was asked for once. groups: those of which every response could be scored. outcomes, group_ids,
+    judged: of all responses."""
+
+    groups: list[list[Rewarded]]
+    outcomes: list[dict[str, Outcome]]
+    group_ids: list[int]
+    judged: list[Judgement]
 
 
 @dataclass
@@ -181,37 +193,36 @@ class PpoRun:
         rollout, dynamic = self.settings.rollout, self.settings.algorithm.dynamic_sampling
         kept: list[list[Rewarded]] = []
         flat: list[list[Rewarded]] = []
-        asked, rounds, about = 0, 0, _Means()
-        while len(kept) < rollout.prompts and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
+        rounds: list[Round] = []
+        asked = 0
+        while len(kept) < rollout.prompts and len(rounds) < (dynamic.max_rounds if dynamic.enabled else 1):
             missing = rollout.prompts - len(kept)
-            groups, metrics = self._groups(step, missing, asked, clock)
-            about.add(metrics)
-            asked, rounds = asked + missing, rounds + 1
-            for group in groups:
+            rounds.append(self._round(step, missing, asked, clock))
+            asked += missing
+            for group in rounds[-1].groups:
                 (kept if not dynamic.enabled or _spread(group) > dynamic.min_spread else flat).append(group)
         filled = flat[: rollout.prompts - len(kept)]
         if not kept and not filled:
             raise ValueError(f"step {step}: no response of the rollout's {asked} groups could be scored")
-        metrics = about.values
+        metrics = _source_metrics(rounds, self.settings.reward)
         if dynamic.enabled:
             metrics |= {
-                "dynamic_sampling/rounds": rounds,
+                "dynamic_sampling/rounds": len(rounds),
                 "dynamic_sampling/groups": asked,
                 "dynamic_sampling/without_spread": len(flat) / asked,
                 "dynamic_sampling/filled": len(filled),
             }
         return [one for group in [*kept, *filled] for one in group], metrics
 
-    def _groups(
-        self, step: int, count: int, first_group: int, clock: "_Clock"
-    ) -> tuple[list[list[Rewarded]], dict[str, float]]:
-        """The responses to the next `count` prompts, in groups; those of which one could not be scored are left out."""
+    def _round(self, step: int, count: int, first_group: int, clock: "_Clock") -> Round:
+        """The responses to the next `count` prompts, and what the sources say of them."""
         trajectories, prompts = self._sampled(step, count, first_group)
         texts = [completion_text(self.tokenizer, t.response_ids.tolist()) for t in trajectories]
         clock.lap("rollout")
         waiting = self.sources.start([self._response(*one) for one in zip(trajectories, prompts, texts, strict=True)])
         judged = self._judged(trajectories)
-        settled = settle(waiting(), [t.group_id for t in trajectories], self.settings.reward)
+        outcomes, group_ids = waiting(), [t.group_id for t in trajectories]
+        settled = settle(outcomes, group_ids, self.settings.reward)
         clock.lap("reward")
         groups: dict[int, list[Rewarded]] = {}
         for number, (t, prompt, text, judgement) in enumerate(zip(trajectories, prompts, texts, judged, strict=True)):
@@ -228,7 +239,7 @@ class PpoRun:
             )
             one = Rewarded(t, prompt, text, graded, self.mix.values(values), self.mix.total(scores))
             groups.setdefault(t.group_id, []).append(one)
-        return list(groups.values()), {**settled.metrics, **_step_metrics(judged)}
+        return Round(list(groups.values()), outcomes, group_ids, judged)
 
     def _sampled(self, step: int, count: int, first_group: int) -> tuple[list[Trajectory], list[Prompt]]:
         """Trajectories of the next `count` prompts, and the prompt of each."""
@@ -386,21 +397,6 @@ class _Clock:
         self._last = now
 
 
-class _Means:
-    """Metrics of a step's rounds, averaged."""
-
-    def __init__(self) -> None:
-        self._rounds: list[dict[str, float]] = []
-
-    def add(self, metrics: dict[str, float]) -> None:
-        self._rounds.append(metrics)
-
-    @property
-    def values(self) -> dict[str, float]:
-        names = {name for one in self._rounds for name in one}
-        return {name: float(np.mean([one[name] for one in self._rounds if name in one])) for name in sorted(names)}
-
-
 def _spread(group: Sequence[Rewarded]) -> float:
     scores = [one.score for one in group]
     return max(scores) - min(scores)
@@ -418,6 +414,14 @@ def _rollout_metrics(rollout: Sequence[Rewarded]) -> dict[str, float]:
         "response_tokens": float(np.mean([len(one.trajectory.response_ids) for one in rollout])),
         "truncated": float(np.mean([one.graded.truncated for one in rollout])),
     }
+
+
+def _source_metrics(rounds: Sequence[Round], settings: RewardSettings) -> dict[str, float]:
+    """What the sources and the process reward model say of all responses of a step, those left out too."""
+    outcomes = [one for part in rounds for one in part.outcomes]
+    group_ids = [one for part in rounds for one in part.group_ids]
+    judged = [one for part in rounds for one in part.judged]
+    return {**settle(outcomes, group_ids, settings).metrics, **_step_metrics(judged)}
 
 
 def _step_metrics(judged: Sequence[Judgement]) -> dict[str, float]:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.rl import PpoSettings
+from rlhf_core.rollout.outcomes import Failed, Outcome, Scored
 from rlhf_core.rollout.prompts import Prompt
 from rlhf_core.rollout.trajectory import Trajectory
-from rlhf_core.training.experience import Graded
-from rlhf_core.training.rl_loop import PpoRun, Rewarded, _Clock
+from rlhf_core.training.experience import Graded, Judgement
+from rlhf_core.training.rl_loop import PpoRun, Rewarded, Round, _Clock
 
 
 def settings_of(**dynamic: Any) -> PpoSettings:
@@ -41,10 +42,15 @@ class Given(PpoRun):
         self.scores = scores
         self.asked: list[tuple[int, int]] = []
 
-    def _groups(self, step: int, count: int, first_group: int, clock: Any) -> Any:
+    def _round(self, step: int, count: int, first_group: int, clock: Any) -> Round:
         self.asked.append((count, first_group))
         drawn = range(first_group, first_group + count)
-        return [group_of(n, scores) for n in drawn if (scores := self.scores[n]) is not None], {"failed": float(count)}
+        groups = [group_of(n, scores) for n in drawn if (scores := self.scores[n]) is not None]
+        outcomes: list[dict[str, Outcome]] = [
+            {"exact": Failed("timeout", "late") if self.scores[n] is None else Scored(1.0, extra={"tokens": float(n)})}
+            for n in drawn
+        ]
+        return Round(groups, outcomes, list(drawn), [Judgement()] * count)
 
 
 def rollout(settings: PpoSettings, scores: list[tuple[float, float] | None]) -> tuple[list[int], Any, Given]:
@@ -61,7 +67,7 @@ def test_without_dynamic_sampling_every_group_is_taken() -> None:
     groups, metrics, run = rollout(settings_of(), [FLAT, SPREAD, FLAT])
     assert groups == [0, 1, 2]
     assert run.asked == [(3, 0)]
-    assert metrics == {"failed": 3.0}
+    assert metrics == {"reward/failed": 0.0, "reward/dropped_groups": 0.0, "reward/exact/tokens": 1.0}
 
 
 def test_groups_without_spread_are_replaced_by_those_of_further_prompts() -> None:
@@ -72,7 +78,7 @@ def test_groups_without_spread_are_replaced_by_those_of_further_prompts() -> Non
     assert metrics["dynamic_sampling/groups"] == 6
     assert metrics["dynamic_sampling/without_spread"] == 0.5
     assert metrics["dynamic_sampling/filled"] == 0
-    assert metrics["failed"] == 2.0
+    assert metrics["reward/exact/tokens"] == 2.5  # the mean of all six, not of the rounds' means
 
 
 def test_rounds_are_bounded_and_groups_without_spread_fill_up() -> None:
@@ -90,8 +96,13 @@ def test_spread_has_to_be_above_the_least() -> None:
 def test_what_could_not_be_scored_is_missing_or_replaced() -> None:
     groups, _, _ = rollout(settings_of(), [None, SPREAD, FLAT])
     assert groups == [1, 2]
-    groups, _, _ = rollout(settings_of(enabled=True), [None, SPREAD, SPREAD, SPREAD])
-    assert groups == [1, 2, 3]
+    groups, metrics, _ = rollout(settings_of(enabled=True), [None, SPREAD, SPREAD, None, SPREAD])
+    assert groups == [1, 2, 4]
+    assert (metrics["reward/exact/failed/timeout"], metrics["reward/failed"], metrics["reward/dropped_groups"]) == (
+        2.0,
+        2.0,
+        2.0,
+    )
     with pytest.raises(ValueError, match="step 1: no response of the rollout's 3 groups could be scored"):
         rollout(settings_of(), [None, None, None])
 
