@@ -262,12 +262,12 @@ def test_the_border_of_a_late_turn_is_checked(make_tokenizer, model_tokenizer):
 
 def test_a_border_behind_what_only_looks_like_a_special_token(make_tokenizer, model_tokenizer):
     tokenizer = make_tokenizer(None, "<|im_end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<x>", special=True, single_word=True)]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("swer", special=True, single_word=True)]})
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    content = "the answer<x>42 " + "How are you? " * 20
+    content = "the answer 42 " + "How are you? " * 20
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
     (sample,) = encoder(tokenizer).sft([row]).items[0].samples
-    assert tokenizer.convert_tokens_to_ids("<x>") not in sample.ids
+    assert tokenizer.convert_tokens_to_ids("swer") not in sample.ids
     assert split(tokenizer, sample) == (content + "<|im_end|>", "Fine.<|im_end|>")
 
 
