@@ -85,6 +85,9 @@ class PpoSettings(Settings):
     dtype: Dtype = Field(
         default="bfloat16", description="Trained weights' dtype; bfloat16 trains with fp32 master weights."
     )
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="Export, and evaluate, the moving average of the policy with this decay."
+    )
     eval_steps: int | None = Field(default=None, gt=0, description="Steps between evaluations; first and last always.")
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="What they measure.")
     best_metric: str | None = Field(

@@ -58,6 +58,7 @@ class RlTrainer(TrainerRank):
             lambda: self._policy_module(policy_dir),
             settings.optimizer,
             updates * (settings.steps - settings.warmup_steps),
+            ema_decay=settings.ema_decay,
         )
         self.critic: TrainEngine | None = None
         if settings.critic is not None:
@@ -195,11 +196,12 @@ class RlTrainer(TrainerRank):
             _copy_into(self.reference, self.policy.full_parameters())
             self.state = replace(self.state, reference_step=step)
 
-    def write_weights(self, directory: str, version: int) -> str | None:
-        """The policy's weights as a transfer; the path of its index on rank 0. Every rank has to call this."""
+    def write_weights(self, directory: str, version: int, averaged: bool) -> str | None:
+        """The policy's weights, or their moving average where there is one, as a transfer; the path of its index on
+        rank 0. Every rank has to call this."""
         writer = TransferWriter(directory, version, BUCKET_BYTES) if self.rank == 0 else None
         dtype = getattr(torch, self.settings.sampler.dtype)
-        for name, tensor in self.policy.full_parameters():
+        for name, tensor in self.policy.full_parameters(averaged=averaged):
             if writer is not None:
                 writer.add(name, tensor.to(dtype))
         return str(writer.finish().path) if writer is not None else None
@@ -232,13 +234,16 @@ class RlTrainer(TrainerRank):
         if self.reference is not None and self.state.reference_step:
             _copy_into(self.reference, load_file(directory / _REFERENCE).items())
 
-    def _engine(self, build: Callable[[], torch.nn.Module], optimizer: Any, total_steps: int) -> TrainEngine:
+    def _engine(
+        self, build: Callable[[], torch.nn.Module], optimizer: Any, total_steps: int, ema_decay: float | None = None
+    ) -> TrainEngine:
         return TrainEngine(
             build,
             dtype=self.settings.dtype,
             trainer=self.settings.trainer,
             optimizer=optimizer,
             total_steps=total_steps,
+            ema_decay=ema_decay,
         )
 
     def _frozen(self, name: str, module: Callable[[Path], torch.nn.Module]) -> TrainEngine | None:

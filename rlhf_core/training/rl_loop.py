@@ -319,17 +319,22 @@ class PpoRun:
         asked = [replace(request, stop_token_ids=self.stop_token_ids) for request in requests]
         return self.sampler.call("generate", asked, timeout_s=self.settings.generate_timeout_s)[0]
 
-    def _send_weights(self, version: int) -> None:
-        """The policy's weights into the sampler."""
+    def _send_weights(self, version: int, averaged: bool = False) -> None:
+        """The policy's weights, or their moving average, into the sampler."""
         limit = self.settings.trainer.step_timeout_s
         with transfer_directory(self.job.scratch) as directory:
-            index = self._call("write_weights", str(directory), version)[0]
+            index = self._call("write_weights", str(directory), version, averaged)[0]
             self.sampler.call("update_weights", index, timeout_s=limit)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def _evaluate(self, step: int) -> float | None:
-        """Exact match on the held-out prompts: greedy, and of several samples where that is set. The best metric."""
+        """Exact match on the held-out prompts: greedy, and of several samples where that is set. Returns `best_metric`.
+
+        Sampled from what is exported: the moving average where there is one.
+        """
+        if self.settings.ema_decay is not None:
+            self._send_weights(step, averaged=True)
         settings = self.settings.evaluation
         limits = {
             "max_new_tokens": self.settings.rollout.max_new_tokens,
@@ -349,6 +354,8 @@ class PpoRun:
             )
             metrics |= sampled_metrics(self._hits(requests, settings.samples_per_prompt), settings.ks)
         self.history.add(step, metrics, phase="eval")
+        if self.settings.ema_decay is not None:
+            self._send_weights(step)
         return metrics[self.settings.best_metric] if self.settings.best_metric is not None else None
 
     def _hits(self, requests: list[Any], each: int) -> list[list[tuple[float, str]]]:

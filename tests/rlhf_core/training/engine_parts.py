@@ -170,11 +170,11 @@ def averages_of(engine: Any) -> dict[str, Any]:
     return {name: tensor.float().numpy() for name, tensor in engine.full_parameters(averaged=True)}
 
 
-def digest_of(engine: Any) -> str:
+def digest_of(engine: Any, **options: Any) -> str:
     import torch
 
     digest = hashlib.sha256()
-    for name, tensor in engine.full_parameters():
+    for name, tensor in engine.full_parameters(**options):
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -105,7 +105,8 @@ def resumed(
 
     def facts(made: Any) -> dict[str, Any]:
         engines = {"policy": made.policy, "critic": made.critic, "reference": made.reference}
-        return {"state": made.state, **{n: digest_of(e) for n, e in engines.items() if e is not None}}
+        digests = {n: digest_of(e) for n, e in engines.items() if e is not None}
+        return {"state": made.state, "averaged": digest_of(made.policy, averaged=True), **digests}
 
     straight = trainer_of(rank, ranks, job)
     start = facts(straight)

@@ -159,7 +159,10 @@ def rollout(trajectories: Any) -> list[Trajectory]:
 KL = {"coef": 0.1, "estimator": "k3", "place": "loss", "target": 0.01, "horizon": 20, "refresh_steps": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {"critic": {"optimizer": {"lr": 1e-2}}, "algorithm": {"kl": {"target": 0.01, "horizon": 20}}},
-    "grpo": {"algorithm": {"preset": "grpo", "kl": KL, "shaping": {"normalise": True}, "entropy_coef": 0.01}},
+    "grpo": {
+        "ema_decay": 0.9,
+        "algorithm": {"preset": "grpo", "kl": KL, "shaping": {"normalise": True}, "entropy_coef": 0.01},
+    },
 }
 
 
@@ -205,6 +208,8 @@ def test_a_run_goes_on_to_the_same_bits_with_all_of_its_state(
         assert (one["whole"]["reference"] != one["start"]["reference"]) == refreshed
         assert one["whole"]["state"].reference_step == (4 if refreshed else 0)
         assert ("critic" in one["whole"]) == (name == "ppo")
+        # What is exported, and sent for an evaluation, is the average where there is one.
+        assert (one["whole"]["averaged"] != one["whole"]["policy"]) == (name == "grpo")
 
 
 @pytest.mark.parametrize("packing", [False, True])
