@@ -44,14 +44,15 @@ def tokenise(context: StageContext, tokenizer: Any) -> Tokens:
         prefix = "" if split == "train" else f"{split}_"
         counts |= {f"{prefix}{name}": figure for name, figure in one.report.figures().items()}
     if settings.trainer.packing:
-        counts["fill_rate"] = fill_rate(cached["train"][1].table, settings)
+        counts["fill_rate"] = first_fill_rate(cached["train"][1].table, settings)
     reports = {split: one.report for split, (_, one) in cached.items()}
     files = context.files
     files.mkdir(parents=True, exist_ok=True)
     content = {**counts, **{split: asdict(report) for split, report in reports.items()}}
     (files / "data_report.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
     reports["train"].plot(files / "plots" / "lengths.png")
-    return Tokens({split: key for split, (key, _) in cached.items()}, counts, reports["train"].to_markdown())
+    shown = "\n".join(report.to_markdown(held_out=split != "train") for split, report in reports.items())
+    return Tokens({split: key for split, (key, _) in cached.items()}, counts, shown)
 
 
 def _cached(context: StageContext, encoder: "Encoder", split: str) -> "tuple[str, CachedTokens]":
@@ -86,16 +87,11 @@ def _encoding(
     return {"sft": encoder.sft, "pairs": encoder.pairs, "labelled": encoder.labelled}[kind], {}
 
 
-def fill_rate(table: "TokenTable", settings: SupervisedSettings) -> float:
-    """Share of the positions of packed rows that hold a token, over the first optimizer steps."""
+def first_fill_rate(table: "TokenTable", settings: SupervisedSettings) -> float:
+    """The fill rate of packed rows over the first optimizer steps."""
     from rlhf_core.data.batches import SampleOrder
-    from rlhf_core.data.layout import pack
+    from rlhf_core.data.layout import fill_rate
 
-    lengths, order = table.lengths(), SampleOrder(len(table), settings.seed)
-    capacity = settings.max_len * len(table.item(0).samples)
-    tokens = rows = 0
-    for step in range(FILL_STEPS):
-        chosen = [int(lengths[i]) for i in order.ids(step * settings.batch_size, settings.batch_size)]
-        tokens += sum(chosen)
-        rows += len(pack(chosen, capacity))
-    return tokens / (rows * capacity)
+    lengths, order, size = table.lengths(), SampleOrder(len(table), settings.seed), settings.batch_size
+    steps = [[int(lengths[i]) for i in order.ids(step * size, size)] for step in range(FILL_STEPS)]
+    return fill_rate(steps, settings.max_len * len(table.item(0).samples))

@@ -77,9 +77,10 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def fill_rate(lengths: Sequence[int], layout: Layout) -> float:
-    """Share of the positions of packed rows that hold a token, over all rows that `lengths` are packed into."""
-    return sum(lengths) / (len(pack(lengths, layout.capacity)) * layout.capacity)
+def fill_rate(steps: Sequence[Sequence[int]], capacity: int) -> float:
+    """Share of the positions of packed rows that hold a token. steps: the lengths of each optimizer step's items."""
+    rows = sum(len(pack(lengths, capacity)) for lengths in steps)
+    return sum(map(sum, steps)) / (rows * capacity)
 
 
 def make_batch(items: Sequence[Item], micro: MicroBatch, layout: Layout, pad_token_id: int) -> dict[str, Tensor]:

@@ -74,10 +74,12 @@ class TokenReport:
         )
         return "; ".join(words) or "none dropped"
 
-    def to_markdown(self) -> str:
+    def to_markdown(self, *, held_out: bool = False) -> str:
+        """Held-out rows are not trained on: without their example."""
+        title = f"Held out: **{self.kind}**" if held_out else f"**{self.kind}**"
         share = 100 * self.trained_tokens / max(1, self.tokens)
         lines = [
-            f"**{self.kind}**: {self.rows} rows read, {self.items} items kept, {self._dropped()} dropped, "
+            f"{title}: {self.rows} rows read, {self.items} items kept, {self._dropped()} dropped, "
             f"{self.cut} cut at {self.max_len} tokens, {self.unrolled} more than one a row",
             "",
             f"{self.tokens} tokens in {self.samples} samples, {self.trained_tokens} trained on ({share:.1f}%)",
@@ -104,6 +106,8 @@ class TokenReport:
             lines += ["| dropped because | items | first row |", "|---|---|---|"]
             lines += [f"| {reason} | {one.items} | {one.first_row} |" for reason, one in self.dropped.items()]
             lines.append("")
+        if held_out:
+            return "\n".join(lines)
         fence = "`" * (1 + max((len(run) for run in _runs_of(self.example, "`")), default=2))
         lines += ["The first item, trained text in ⟦ ⟧:", "", fence, self.example, fence]
         return "\n".join(lines) + "\n"

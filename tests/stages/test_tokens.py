@@ -17,7 +17,7 @@ from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.events import EventLog
 from stages.definition import StageContext
-from stages.tokens import fill_rate, tokenise
+from stages.tokens import first_fill_rate, tokenise
 
 COMMON = {"optimizer": OptimizerSettings(lr=1.0), "batch_size": 2, "max_len": 32, "max_steps": 1}
 SCRATCH = ScratchModel(hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=16)
@@ -67,7 +67,7 @@ def context_of(tmp_path):
 
 
 def test_ranks_find_the_tokens_by_their_keys_and_the_artifact_has_the_report(context_of, tokenizer, tmp_path):
-    context = context_of("rm", RmSettings(**COMMON), [PAIR, PAIR | {"chosen": "4" * 40}], [PAIR])
+    context = context_of("rm", RmSettings(**COMMON), [PAIR, PAIR | {"chosen": "4" * 40}], [PAIR, PAIR | {"chosen": ""}])
     tokens = tokenise(context, tokenizer)
     tables = {split: fetch_tokens(context.store, key, tmp_path / "rank") for split, key in tokens.keys.items()}
     assert {split: len(table) for split, table in tables.items()} == {"train": 1, "eval": 1}
@@ -80,8 +80,14 @@ def test_ranks_find_the_tokens_by_their_keys_and_the_artifact_has_the_report(con
     assert tokens.counts["eval_items"] == 1
     report = json.loads((context.files / "data_report.json").read_text())
     assert report["train"]["dropped"]["longer than max_len (32 tokens)"]["items"] == 1
-    assert report["eval"]["rows"] == 1
+    assert report["eval"]["rows"] == 2
     assert (context.files / "plots" / "lengths.png").stat().st_size > 0
+    # The UI shows what became of the held-out rows as well, and an example of what is trained on.
+    for line in ("| longer than max_len (32 tokens) | 1 | 2 |", "| empty response | 1 | 2 |"):
+        assert line in tokens.report
+    assert tokens.report.count("**pairs") == 2
+    assert "Held out: **pairs**" in tokens.report
+    assert tokens.report.count("The first item") == 1
     assert "⟦3<|end|>⟧" in tokens.report
 
 
@@ -119,4 +125,4 @@ def test_the_fill_rate_is_that_of_the_packed_rows(context_of, tokenizer, tmp_pat
     # Three samples of 10 tokens fill a row of 32.
     assert tokens.counts["fill_rate"] == pytest.approx(30 / 32)
     table = fetch_tokens(context.store, tokens.keys["train"], tmp_path / "rank")
-    assert fill_rate(table, settings.model_copy(update={"max_len": 25})) == pytest.approx(30 / 50)
+    assert first_fill_rate(table, settings.model_copy(update={"max_len": 25})) == pytest.approx(30 / 50)

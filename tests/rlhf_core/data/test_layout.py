@@ -58,12 +58,12 @@ def test_best_fit_decreasing_by_hand():
         [12],
         [12],
     ]
-    assert fill_rate(LENGTHS, layout(packing=True)) == pytest.approx(70 / 72)
+    assert fill_rate([LENGTHS], layout(packing=True).capacity) == pytest.approx(70 / 72)
 
 
 def test_best_fit_fills_rows_of_many_items():
     lengths = np.random.default_rng(0).integers(10, 1024, 2000).tolist()
-    assert fill_rate(lengths, layout(packing=True, capacity=2048)) > 0.99
+    assert fill_rate([lengths], 2048) > 0.99
 
 
 def test_an_item_longer_than_a_row_is_refused():
