@@ -22,6 +22,7 @@ from rlhf_core.training.capabilities import check_heads
 from rlhf_core.training.ds_config import ds_config, lr_factor
 from rlhf_core.training.ema import Ema
 from rlhf_core.training.mesh import mesh_of, zero_stage
+from rlhf_core.training.kept_weights import KeptWeights
 from rlhf_core.training.objective import Batch, LossParts, Objective
 from rlhf_core.training.parameters import bare_name, freeze, muon, parameter_groups
 from rlhf_core.training.process import accelerator
@@ -271,23 +272,20 @@ class TrainEngine:
     def averaged_weights(self) -> Iterator[None]:
         """Forward passes see the moving average, of an engine with `ema_decay`; afterwards the weights' own bits.
 
-        Meanwhile host memory holds the weights once more.
+        Meanwhile the ranks' host memories hold the weights once more, together.
         """
         if self.ema is None:
             yield
             return
         trained = [(bare_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
-        before: list[Tensor] = []
+        before = KeptWeights(self.engine, [parameter for _, parameter in trained])
         for name, parameter in trained:
             with torch.no_grad(), gathered([parameter], self.zero_stage, modifier_rank=0):
-                before.append(parameter.detach().cpu().clone())
                 parameter.copy_(self.ema.whole(name, parameter.shape))
         try:
             yield
         finally:
-            for (_, parameter), own in zip(trained, before, strict=True):
-                with torch.no_grad(), gathered([parameter], self.zero_stage, modifier_rank=0):
-                    parameter.copy_(own)
+            before.restore()
 
     def export(self, directory: str | Path) -> None:
         """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this.

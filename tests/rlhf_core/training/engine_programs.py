@@ -162,6 +162,36 @@ def average(
     return {**with_average, "digests without": run()["digests"]}
 
 
+def look_at_average(
+    rank: int, ranks: int, *, model: str, trainer: dict[str, Any], samples: Sequence[Any], dtype: str
+) -> dict[str, Any]:
+    """Digests of the weights before, under and after their moving average, of an engine that goes on and of one that
+    never had one; and how many bytes this rank kept meanwhile, of how many in all."""
+    from rlhf_core.training.engine import gathered
+    from rlhf_core.training.kept_weights import KeptWeights
+
+    optimizer = {"lr": 1e-2, "warmup_ratio": 0.0, "schedule": "constant"}
+    done: dict[str, Any] = {}
+    for decay in (None, 0.9):
+        with engine_of("sft", model, trainer, optimizer, dtype, ema_decay=decay) as engine:
+            batches, objective = batches_of("sft", samples, engine, trainer), objective_of("sft")
+            engine.step(batches, objective)
+            parameters = list(engine.module.parameters())
+            for parameter in parameters:  # a zero whose sign a sum with zeros would lose
+                with gathered([parameter], engine.zero_stage, modifier_rank=0):
+                    parameter.detach().view(-1)[:1] = -0.0
+            done["before"] = digest_of(engine)
+            with engine.averaged_weights():
+                done["under"] = digest_of(engine)
+                engine.evaluate(batches, objective)
+            done["after"] = digest_of(engine)
+            done["kept"] = sum(part.nbytes for part in KeptWeights(engine.engine, parameters).parts)
+            done["all"] = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
+            result = engine.step(batches, objective)
+            done[f"further {decay}"] = result.loss, result.grad_norm, digest_of(engine)
+    return done
+
+
 def resume(
     rank: int,
     ranks: int,
