@@ -1,7 +1,6 @@
 """Programs against tests: what passes, what does not, and that none reaches what it should not."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ import pytest
 
 from rlhf_core.rollout.code_runner import extract_code, read_tests, run_tests
 from rlhf_core.rollout.outcomes import Scored
-from rlhf_core.rollout.process_tree import descendants
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 RIGHT, WRONG = "assert add(1, 2) == 3", "assert add(1, 2) == 4"
@@ -86,7 +84,6 @@ def test_processes_of_a_program_end_with_it(home: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=home, capture_output=True, text=True, check=True)
     assert done.stdout == "1.0 []\n"
-    assert not descendants(os.getpid())
 
 
 def test_the_last_fenced_block_is_the_code() -> None:
