@@ -90,6 +90,54 @@ def check_plain_ranks(trainer: TrainerSettings, stage: str) -> None:
             raise SettingsError(f"{stage}.trainer.{name} {given} is for supervised stages; set it to {plain}".lower())
 
 
+def check_model(settings: Any, config: Any) -> None:
+    """Raises SettingsError for what a supervised stage asks of a model that this Hugging Face configuration lacks."""
+    check_heads(settings.trainer, config)
+    text = config.get_text_config()
+    values = text.to_dict()
+    # Of a hybrid family's models some have no experts, with the count of 0.
+    experts = values.get("num_local_experts", values.get("num_experts", 1))
+    routed = "output_router_logits" in values and values.get("num_experts_per_tok") and experts
+    if settings.aux_loss_coef and not routed:
+        raise SettingsError(
+            f"aux_loss_coef {settings.aux_loss_coef} balances the load of experts, and the model of type "
+            f"{text.model_type} has none that are known here; leave aux_loss_coef out"
+        )
+    if settings.trainer.sequence_parallel > 1:
+        _check_reach(settings, text, values)
+
+
+# Kinds of layers that Ulysses serves, which exchange columns or see one token: the field that says how far they reach.
+_REACH = {
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+    "mlp": None,
+    "moe": None,
+}
+
+
+def _check_reach(settings: Any, text: Any, values: dict[str, Any]) -> None:
+    """Of sequence-parallel ranks: layers that do not exchange columns, and windows that sdpa forgets without a mask."""
+    size, attention = settings.trainer.sequence_parallel, settings.trainer.attention
+    default = "sliding_attention" if values.get("use_sliding_window", True) else "full_attention"
+    # Of some hybrid families a property, which is not among the values.
+    kinds = sorted(set(getattr(text, "layer_types", None) or [default]))
+    unknown = [kind for kind in kinds if kind not in _REACH]
+    if unknown:
+        raise SettingsError(
+            f"sequence_parallel {size}: layers of kind {', '.join(unknown)} of models of type {text.model_type} see "
+            f"their own rank's tokens alone; set sequence_parallel to 1"
+        )
+    for field in filter(None, map(_REACH.get, kinds)):
+        reach = values.get(field)
+        if attention == "sdpa" and reach is not None and reach < settings.max_len:
+            raise SettingsError(
+                f"trainer.sequence_parallel {size} with attention sdpa forgets the model's {field} {reach}, which is "
+                f"below max_len {settings.max_len}; use attention flash_attention_2, or sequence_parallel 1"
+            )
+
+
 def check_heads(trainer: TrainerSettings, config: Any) -> None:
     """Raises SettingsError if ranks cannot share the attention heads of a model of this Hugging Face configuration."""
     tensor, sequence = trainer.tensor_parallel, trainer.sequence_parallel

@@ -14,7 +14,13 @@ from rlhf_core.config.training import (
     OptimizerSettings,
     TrainerSettings,
 )
-from rlhf_core.training.capabilities import check_combination, check_heads, check_machine, check_plain_ranks
+from rlhf_core.training.capabilities import (
+    check_combination,
+    check_heads,
+    check_machine,
+    check_model,
+    check_plain_ranks,
+)
 
 
 def settings_of(optimizer: str = "adamw", lora: dict[str, Any] | None = None, **given: Any) -> SftSettings:
@@ -121,6 +127,69 @@ def test_heads_are_shared_evenly(trainer: dict[str, Any], heads: int, kv_heads: 
         return
     with pytest.raises(SettingsError, match=message):
         check_heads(TrainerSettings(**trainer), config)
+
+
+WINDOW = {"sliding_window": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+HYBRID = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+FORGETS = (
+    "sequence_parallel 2 with attention sdpa forgets the model's {} 4, which is below max_len 8; use attention flash"
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "message"),
+    [
+        ("mistral", WINDOW, FORGETS.format("sliding_window")),
+        ("gemma3_text", WINDOW, FORGETS.format("sliding_window")),
+        ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, FORGETS.format("sliding_window")),
+        ("llama4_text", {**HYBRID, "attention_chunk_size": 4}, FORGETS.format("attention_chunk_size")),
+        ("lfm2", {**HYBRID, "layer_types": ["conv", "full_attention"]}, "layers of kind conv of models of type lfm2"),
+        ("bamba", {**HYBRID, "mamba_n_heads": 64}, "layers of kind linear_attention of models of type bamba"),
+        ("mistral", {**WINDOW, "sliding_window": 8}, None),  # max_len
+        ("mistral", {**WINDOW, "sliding_window": None}, None),
+        ("qwen2", {**WINDOW, "use_sliding_window": False}, None),
+        ("qwen2_moe", {**WINDOW, "use_sliding_window": False}, None),
+        ("llama", HYBRID, None),
+    ],
+)
+def test_sequence_parallel_ranks_see_what_the_model_sees(
+    model_type: str, config: dict[str, Any], message: str | None
+) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(model_type, **config)
+    check_model(settings_of(), made)
+    shared = settings_of(ranks=2, sequence_parallel=2)
+    if message is None:
+        check_model(shared, made)
+        return
+    with pytest.raises(SettingsError, match=message):
+        check_model(shared, made)
+    if "sdpa" in message:
+        check_model(settings_of(ranks=2, sequence_parallel=2, attention="flash_attention_2"), made)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "routed"),
+    [
+        ("llama", {}, False),
+        ("granitemoehybrid", {"num_local_experts": 0}, False),
+        ("granitemoehybrid", {}, True),
+        ("mixtral", {}, True),
+        ("qwen3_moe", {}, True),
+        ("deepseek_v3", {}, True),
+    ],
+)
+def test_balancing_the_load_of_experts_wants_experts(model_type: str, config: dict[str, Any], routed: bool) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(model_type, **config)
+    check_model(settings_of(), made)
+    if routed:
+        check_model(settings_of(aux_loss_coef=0.5), made)
+        return
+    with pytest.raises(SettingsError, match=f"aux_loss_coef 0.5 .* of type {model_type} has none"):
+        check_model(settings_of(aux_loss_coef=0.5), made)
 
 
 def test_ppo_takes_plain_ranks_alone() -> None:
