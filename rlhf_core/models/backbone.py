@@ -6,6 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from rlhf_core.models.isolation import FLASH, end_to_end, restarts_within
+
 
 def hidden_states(
     lm: PreTrainedModel,
@@ -17,21 +19,27 @@ def hidden_states(
 ) -> tuple[Tensor, Tensor | None]:
     """(last hidden states (R, L, H), load-balancing loss or None). All inputs are (R, L).
 
-    Transformers isolates packed samples by their restarting positions, if there is neither a mask nor a cache.
-    With aux_mask, 1 on the tokens that count, the loss is that of Fedus et al. 2022, eq. 4.
+    Transformers isolates packed samples by their restarting positions, if there is neither a mask nor a cache; its
+    flash attention if they lie in one row, so there all rows go through as one. With aux_mask, 1 on the tokens that
+    count, the loss is that of Fedus et al. 2022, eq. 4.
     """
     backbone = getattr(lm, lm.base_model_prefix)
     options = {} if aux_mask is None else {"output_router_logits": True}
+    shape = input_ids.shape
+    flash = lm.config._attn_implementation == FLASH
+    if flash and attention_mask is None and position_ids is not None and restarts_within(position_ids):
+        input_ids, position_ids = end_to_end(input_ids), end_to_end(position_ids)
     output = backbone(
         input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **options
     )
+    hidden = output.last_hidden_state.reshape(*shape, -1)
     if aux_mask is None:
-        return output.last_hidden_state, None
+        return hidden, None
     routers: Any = output.router_logits
     aux: Any = load_balancing_loss_func(
         routers, routers[0].shape[-1], lm.config.num_experts_per_tok, attention_mask=aux_mask
     )
-    return output.last_hidden_state, aux
+    return hidden, aux
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
 from rlhf_core.models.export import export_model, is_quantised
+from rlhf_core.models.isolation import check_isolation
 from rlhf_core.models.lora import adapter_state, is_adapter, merged_state
 from rlhf_core.store.keys import directory_digest
 from rlhf_core.training.capabilities import check_heads
 from rlhf_core.training.ds_config import ds_config, lr_factor
 from rlhf_core.training.ema import Ema
-from rlhf_core.training.mesh import mesh_of, zero_stage
 from rlhf_core.training.kept_weights import KeptWeights
+from rlhf_core.training.mesh import mesh_of, zero_stage
 from rlhf_core.training.objective import Batch, LossParts, Objective
 from rlhf_core.training.parameters import bare_name, freeze, muon, parameter_groups
 from rlhf_core.training.process import accelerator
@@ -88,6 +89,7 @@ class TrainEngine:
             module.requires_grad_(False)
             module.eval()
             self.engine, self.module = self._frozen(module, config)
+            self._check_packing(dtype, trainer)
             return
         freeze(module, frozen)
         if trainer.liger:
@@ -114,6 +116,12 @@ class TrainEngine:
         self._tensor_rank = self.rank % self.mesh.tensor
         if ema_decay is not None:
             self.ema = Ema(self.engine, ema_decay)
+        self._check_packing(dtype, trainer)
+
+    def _check_packing(self, dtype: Dtype, trainer: TrainerSettings) -> None:
+        if trainer.packing:
+            config = self.module.lm.config
+            check_isolation(self.infer, config, float32=dtype == "float32", multiple=self.mesh.sequence)
 
     def close(self) -> None:
         """Ends DeepSpeed's engine; its memory is free once this object is gone."""

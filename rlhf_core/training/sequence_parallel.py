@@ -13,8 +13,11 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_core.models.isolation import FLASH, end_to_end, restarts_within
 from rlhf_core.models.policy import Policy
 
 _NAME = "ulysses"  # in transformers' table of attention functions
@@ -33,13 +36,19 @@ class SequenceShards:
         _attend_over_ranks(module.lm, attention, self._group)
 
     def __call__(self, module: Any, *, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor:
-        """The module's output (R, L, ...). input_ids, position_ids: (R, L), L a multiple of P."""
+        """The module's output (R, L, ...). input_ids, position_ids: (R, L), L a multiple of P.
+
+        Packed rows are laid end to end before ranks share them: flash attention isolates samples in a single row.
+        """
         unfit = sorted(name for name, value in inputs.items() if isinstance(value, Tensor))
         if unfit or input_ids.shape[1] % self._size:
             raise ValueError(
                 f"sequence_parallel {self._size} takes rows of a multiple of {self._size} tokens and nothing but "
                 f"input_ids and position_ids; given {input_ids.shape[1]} columns, {unfit}"
             )
+        if len(input_ids) > 1 and restarts_within(position_ids):
+            row = self(module, input_ids=end_to_end(input_ids), position_ids=end_to_end(position_ids), **inputs)
+            return row.view(*input_ids.shape, *row.shape[2:])
         if self._predicts:
             # The token after this rank's last lies on the next rank: so each column's own prediction is asked for.
             inputs["labels"] = self._columns(input_ids.roll(-1, dims=1))
@@ -78,9 +87,59 @@ def _attend_over_ranks(lm: Any, core: str, group: Any) -> None:
     `core` attends causally over whole rows. Isolated samples in a row need one that reads position_ids, which of
     transformers' only flash attention does without a mask.
     """
-    AttentionInterface.register(_NAME, _ulysses(ALL_ATTENTION_FUNCTIONS[core], core, group))
+    function = _flash_attention if core == FLASH else _whole_rows(ALL_ATTENTION_FUNCTIONS[core])
+    AttentionInterface.register(_NAME, _ulysses(function, core, group))
     AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
     lm.set_attn_implementation(_NAME)
+
+
+def _flash_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' flash attention, which it would look for under the name that the model's configuration gives."""
+    output = _flash_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None,
+        query_length=query.shape[2],
+        is_causal=True,
+        softmax_scale=scaling,
+        target_dtype=get_target_dtype(query, module),
+        attn_implementation=FLASH,
+        **options,
+    )
+    return output, None
+
+
+def _whole_rows(core: Callable[..., Any]) -> Callable[..., Any]:
+    """`core`, which without a mask attends to all tokens before one, whatever the model's window."""
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if sliding_window is not None and sliding_window < key.shape[2]:
+            raise ValueError(
+                f"trainer.sequence_parallel with attention sdpa has no sliding window, and the model's of "
+                f"{sliding_window} tokens is below the {key.shape[2]} of a row; use attention {FLASH}"
+            )
+        return core(module, query, key, value, attention_mask, **options)
+
+    return attend
 
 
 def _ulysses(core: Callable[..., Any], name: str, group: Any) -> Callable[..., Any]:

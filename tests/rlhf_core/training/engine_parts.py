@@ -39,7 +39,7 @@ class engine_of:
         from rlhf_core.training.engine import TrainEngine
 
         self._engine: Any = TrainEngine(
-            lambda: module_of(kind, model, dtype, pad),
+            lambda: module_of(kind, model, dtype, pad, trainer.get("attention", "sdpa")),
             dtype=dtype,  # type: ignore[arg-type]
             trainer=TrainerSettings(**trainer),
             optimizer=OptimizerSettings(**optimizer),
@@ -54,14 +54,21 @@ class engine_of:
         self._engine.close()
 
 
-def module_of(kind: str, model: str, dtype: str, pad: int) -> Any:
+def module_of(kind: str, model: str, dtype: str, pad: int, attention: str = "sdpa") -> Any:
+    """flash_attention_2: by flash_kernel.py, in this process from now on."""
     from rlhf_core.models.policy import load_policy
     from rlhf_core.models.scorer import load_scorer
     from rlhf_core.training.engine import TORCH_DTYPE
 
     if kind in ("rm", "value"):
-        return load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=pad)
-    return load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa")
+        module: Any = load_scorer(model, dtype=TORCH_DTYPE[dtype], attention="sdpa", pad_token_id=pad)
+    else:
+        module = load_policy(model, dtype=TORCH_DTYPE[dtype], attention="sdpa")
+    if attention == "flash_attention_2":
+        from flash_kernel import install
+
+        install(module.lm)
+    return module
 
 
 def objective_of(kind: str) -> Any:

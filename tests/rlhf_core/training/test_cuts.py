@@ -214,3 +214,20 @@ def test_sequence_parallel_ranks_repeat_a_single_head_of_keys(
     groups: Any, request: pytest.FixtureRequest, plain: Any
 ) -> None:
     assert_same_gradient(run_gradient(request, groups, "sft", 2, sequence_parallel=2, zero_stage=2), plain("sft"))
+
+
+@pytest.mark.parametrize("shared", [{}, {"ranks": 2, "sequence_parallel": 2}], ids=str)
+@pytest.mark.parametrize("kind", list(SHARED))
+def test_packed_rows_have_the_gradient_of_the_whole_batch_under_flash_attention(
+    groups: Any, request: pytest.FixtureRequest, plain: Any, kind: str, shared: dict[str, int]
+) -> None:
+    """All samples in one micro-batch of several rows, of which transformers' flash attention isolates none. Its own
+    code around the kernel, and the kernel by its definition (flash_kernel.py)."""
+    given = {"ranks": 1, **shared, "micro_batch_size": 4, "packing": True, "attention": "flash_attention_2"}
+    found = run_gradient(request, groups, kind, given.pop("ranks"), SHARED[kind], zero_stage=1, **given)
+    assert_same_gradient(found, plain(kind, SHARED[kind]))
+
+
+def test_tensor_parallel_ranks_share_packed_rows(groups: Any, request: pytest.FixtureRequest, plain: Any) -> None:
+    given = {"micro_batch_size": 4, "zero_stage": 1, "tensor_parallel": 2, "packing": True}
+    assert_same_gradient(run_gradient(request, groups, "sft", 2, "llama_two", **given), plain("sft", "llama_two"))
