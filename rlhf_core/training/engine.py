@@ -1,6 +1,7 @@
 """One model under DeepSpeed: optimizer steps over micro-batches, parameters gathered by name, saving and loading."""
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -322,7 +323,10 @@ class TrainEngine:
         universal = is_universal(Path(directory))
         self.engine._config.load_universal_checkpoint = universal
         decays = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
-        loaded, _ = self.engine.load_checkpoint(str(directory), tag=ENGINE_DIRECTORY)
+        with tempfile.TemporaryDirectory() as temp:  # DeepSpeed takes the path for a pattern: it gets a plain one
+            plain = Path(temp) / "checkpoint"
+            plain.symlink_to(Path(directory).resolve())
+            loaded, _ = self.engine.load_checkpoint(str(plain), tag=ENGINE_DIRECTORY)
         if loaded is None:
             raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint for {self.ranks} ranks")
         if universal and self.zero_stage == 3:

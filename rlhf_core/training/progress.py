@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CONVERTED = "universal-"  # a training checkpoint's copy while ranks of another number load it
+
 
 class ResumeError(Exception):
     """A training checkpoint that this group of ranks cannot load. One line."""
@@ -62,11 +64,14 @@ def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History,
 
 def restore(group: "WorkerGroup", job: Job, store: Store, checkpoint: Checkpoint, *, timeout_s: float) -> None:
     """Loads a whole training checkpoint on every rank, converted first if ranks of another number wrote it."""
+    beside = str(Path(checkpoint.path).parent)
+    for name in store.list_names(beside):
+        if name.startswith(_CONVERTED):  # what a kill left
+            store.delete_dir(f"{beside}/{name}")
     if not conversion(checkpoint, job.settings):
         group.call("restore_checkpoint", checkpoint, timeout_s=timeout_s)
         return
-    path = f"{Path(checkpoint.path).parent}/universal-{checkpoint.step:06d}"
-    store.delete_dir(path)  # what a kill may have left
+    path = f"{beside}/{_CONVERTED}{checkpoint.step:06d}"
     with tempfile.TemporaryDirectory(dir=job.scratch, prefix="universal-") as temp:
         directory = download(store, checkpoint, Path(temp) / "checkpoint")
         convert_all(directory)

@@ -32,11 +32,14 @@ def convert_all(checkpoint: Path) -> None:
 def _convert(engine: Path) -> None:
     converted = engine.with_name("universal")
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    paths = ["--input_folder", str(engine), "--output_folder", str(converted)]
+    # Relative names: the converter takes the paths it is given for patterns and regular expressions.
+    paths = ["--input_folder", engine.name, "--output_folder", converted.name]
     # ZeRO-1 and -2 write no description of the model's layout, which the converter then takes for the plain one.
     options = ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1"}
-    done = subprocess.run([*command, *paths, *options], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [*command, *paths, *options], cwd=engine.parent, capture_output=True, text=True, env=environment
+    )
     if done.returncode:
         raise ConversionError(
             f"{engine}: DeepSpeed's conversion ended with {done.returncode}: {' '.join(done.stderr.split())[-500:]}"

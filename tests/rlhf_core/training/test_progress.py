@@ -219,7 +219,8 @@ def test_loop_ends_with_the_best_weights(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_other_ranks_is_restored_from_a_converted_copy(tmp_path: Path, monkeypatch: Any) -> None:
-    """The ranks get the copy, whole and verified; afterwards the store has the checkpoint alone."""
+    """The ranks get the copy, whole and verified; afterwards the store has the checkpoint alone. A kill in between
+    leaves the copy, until the next time, whatever the ranks are then."""
     store = Store(str(tmp_path / "store"))
     written = settings_of(ranks=2)
     shards = Shards({"shard": sha256(b"x").hexdigest()}, 1)
@@ -232,10 +233,16 @@ def test_checkpoint_of_other_ranks_is_restored_from_a_converted_copy(tmp_path: P
 
     class Group:
         def call(self, method: str, given: Checkpoint, timeout_s: float) -> None:
-            there = download(store, given, tmp_path / "there")
+            there = download(store, given, tmp_path / f"there-{len(seen)}")
             seen.append((method, given.step, (there / "shard").read_bytes(), timeout_s))
 
     job = Job("rm", KEY, settings_of(ranks=1), store.url, 1, str(tmp_path))
     progress.restore(Group(), job, store, checkpoint, timeout_s=9.0)  # type: ignore[arg-type]
+    assert store.list_names(f"training/rm/{KEY}") == ["step-000040"]
+    for step in ("000030", "000040"):
+        store.write_bytes(f"training/rm/{KEY}/universal-{step}/left", b"x")
+    same = Job("rm", KEY, written, store.url, 1, str(tmp_path))
+    progress.restore(Group(), same, store, checkpoint, timeout_s=9.0)  # type: ignore[arg-type]
+    assert seen.pop() == ("restore_checkpoint", 40, b"x", 9.0)
     assert seen == [("restore_checkpoint", 40, b"converted", 9.0)]
     assert store.list_names(f"training/rm/{KEY}") == ["step-000040"]

@@ -85,6 +85,15 @@ def test_frozen_parameters_come_through(groups: Any, llama: str, exchanges: Any,
     assert_same(resumed["parameters"], straight["parameters"], 1e-5)
 
 
+def test_the_path_of_a_checkpoint_is_no_pattern(groups: Any, llama: str, exchanges: Any, tmp_path: Path) -> None:
+    """Neither of a file name nor of a regular expression."""
+    directory = tmp_path / "a[1]+(b)*?"
+    directory.mkdir()
+    given: dict[str, Any] = {"dtype": "float32"}
+    straight, resumed = trained_then_loaded(groups, llama, exchanges, directory, (2, 2), (1, 2), **given)
+    assert_same(resumed["loaded"], straight["loaded"], 0)
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "model" / "engine").mkdir(parents=True)
     with pytest.raises(ConversionError, match=r"model/engine: DeepSpeed's conversion ended with 1: .*Error"):
