@@ -6,6 +6,7 @@ compares with the same reference.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,13 @@ class KtoTrainer(ReferenceTrainer):
         return [mismatched(table.item(n), table.item(int(partners[n])), self.settings.max_len) for n in ids]
 
 
+@lru_cache(maxsize=2)  # of the training rows and the held-out ones: every step asks
 def partner_rows(rows: int, seed: int) -> np.ndarray:
-    """(rows,): for each row another one, each once: the next on a random cycle through all of them."""
+    """(rows,), read-only: for each row another one, each once: the next on a random cycle through all of them."""
     cycle = np.random.default_rng([seed, rows]).permutation(rows)
     partners = np.empty(rows, dtype=np.int64)
     partners[cycle] = np.roll(cycle, -1)
+    partners.flags.writeable = False
     return partners
 
 
