@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import os
 import socket
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def join(rank: int, ranks: int, host: str, port: int, store: TCPStore | None = N
     backend = "gloo" if on_cpu else accelerator().communication_backend_name()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def first_on_node() -> int:
+    """The lowest of the ranks on this rank's node. Every rank calls it."""
+    here = socket.gethostname(), uuid.getnode()  # containers of one machine by name, machines of one name by address
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, here)
+    return nodes.index(here)
+
+
+def barrier() -> None:
+    dist.barrier()
 
 
 def make_deterministic() -> None:

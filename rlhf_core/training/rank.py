@@ -3,6 +3,7 @@
 `start_trainers` makes a group of them on Ray; tests may start them by spawn: a rank is plain Python.
 """
 
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -89,13 +90,20 @@ class TrainerRank(ABC):
             return upload_shards(store, self.job.stage, self.job.key, step, temp, lease)
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Loads what all ranks saved, from a verified local copy."""
+        """Loads what all ranks saved, from a verified copy that the ranks of a node share while they load."""
         from rlhf_core.training import process
 
-        with tempfile.TemporaryDirectory(dir=self.job.scratch, prefix=f"load-{self.rank}-") as temp:
-            directory = download(Store(self.job.store_url), checkpoint, Path(temp) / "checkpoint")
-            self._restore(directory)
-            process.load_rng(directory, self.rank)
+        first = process.first_on_node()
+        directory = Path(self.job.scratch) / f"load-{first}"
+        if self.rank == first:
+            shutil.rmtree(directory, ignore_errors=True)  # what a kill left
+            download(Store(self.job.store_url), checkpoint, directory)
+        process.barrier()
+        self._restore(directory)
+        process.load_rng(directory, self.rank)
+        process.barrier()
+        if self.rank == first:
+            shutil.rmtree(directory)
 
     @abstractmethod
     def _save(self, directory: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_programs
@@ -157,6 +158,7 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     from rlhf_core.store.checkpoints import Shards, complete, newest_complete
     from rlhf_core.store.leases import attach
     from rlhf_core.store.store import Store
+    from rlhf_core.training import rank as rank_module
 
     def new(fresh: bool = True) -> Any:
         made = named(target)(rank, ranks, job)
@@ -183,7 +185,8 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
     second = new(fresh=False)
     checkpoint, _ = newest_complete(store, job.stage, job.key)
     assert checkpoint is not None
-    second.restore_checkpoint(checkpoint)
+    with patch.object(rank_module, "download", wraps=rank_module.download) as download:
+        second.restore_checkpoint(checkpoint)
     position = second.position
     resumed += [second.train_step()["loss"] for _ in range(after)]
     resumed_digest = digest_of(second.engine)
@@ -194,6 +197,7 @@ def trainer_resume(rank: int, ranks: int, *, target: str, job: Any, before: int,
         "straight_digest": digest,
         "resumed_digest": resumed_digest,
         "position": position,
+        "downloads": download.call_count,
     }
 
 

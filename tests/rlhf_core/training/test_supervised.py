@@ -164,6 +164,9 @@ def test_a_trainer_goes_on_from_the_store_to_the_bit(groups: Any, job_of: Any, s
         assert rank["resumed"] == rank["straight"]
         assert rank["resumed_digest"] == rank["straight_digest"]
     assert len(set(done[0]["straight"])) == 6
+    # One copy for the ranks of a node, which is gone once all have loaded it.
+    assert [rank["downloads"] for rank in done] == [1, 0]
+    assert not list(Path(job.scratch).glob("load-*"))
 
 
 @pytest.mark.parametrize(("stage", "zero_stage"), [("dpo", 0), ("dpo", 2), ("kto", 3)])
