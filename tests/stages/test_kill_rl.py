@@ -35,6 +35,7 @@ GRPO = {
     "steps": STEPS,
     "batch_size": 6,
     "epochs": 2,
+    "ema_decay": 0.7,
     "eval_steps": 2,
     "evaluation": {"samples_per_prompt": 2},
     "best_metric": "mean@2",
