@@ -5,7 +5,7 @@ A trained model's directory holds the whole, merged model in Hugging Face layout
 - adapter/adapter_model.safetensors, adapter_config.json: the adapter, as peft writes it;
 - adapter/config.json: the model's configuration, with its labels and what its scores mean;
 - adapter/base.json: {"digest", "path"} of the directory with the frozen weights. The digest is that of
-  `directory_digest` (rlhf_core/store/keys.py).
+  `directory_digest` (rlhf_core/store/keys.py), the path what the user knows it by (`BaseName`).
 """
 
 import copy
@@ -45,6 +45,20 @@ _TOLERANCE = 1e-4  # relative L2 error on the probe of weights merged in float32
 
 
 @dataclass(frozen=True)
+class BaseName:
+    """What the frozen weights of an adapter are called where they can be had again.
+
+    name: a directory, a model of the hub, or stage/key of an artifact. revision: its commit on the hub.
+    """
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+@dataclass(frozen=True)
 class Merged:
     """What `merge_adapter` wrote. difference: relative L2 error of its outputs against base and adapter in peft, which
     in 16 bits is what rounding the merged weights costs."""
@@ -64,34 +78,45 @@ def export_model(
     state: dict[str, Tensor],
     adapter: dict[str, Tensor],
     base_digest: str | None,
+    base_name: BaseName | None = None,
 ) -> None:
     """Writes the whole model and, if it has one, its adapter beside it.
 
     Args:
         state: (Hugging Face name, whole tensor) of all weights, adapters merged. Not read of a quantised model, whose
             adapter is merged into the base as it is on disk.
-        adapter, base_digest: as for `write_adapter`; empty and None for a model without an adapter.
+        adapter, base_digest, base_name: as for `write_adapter`; base_digest is None for a model without an adapter.
     """
     if not is_quantised(lm):
         lm.save_pretrained(directory, state_dict=state)
     if base_digest is None:
         return
     written = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    write_adapter(written, lm, adapter, base_digest)
+    write_adapter(written, lm, adapter, base_digest, base_name)
     if is_quantised(lm):
         merge_adapter(str(lm.name_or_path), written, directory, base_digest=None)
     os.replace(written, directory / ADAPTER_DIRECTORY)
 
 
-def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tensor], base_digest: str) -> None:
+def write_adapter(
+    directory: Path,
+    lm: PreTrainedModel,
+    adapter: dict[str, Tensor],
+    base_digest: str,
+    base_name: BaseName | None = None,
+) -> None:
     """The adapter in peft's layout, with the configuration of its model and the base that it belongs to.
 
-    adapter: as `adapter_state` gives it. base_digest: of the directory that `lm` was loaded from.
+    adapter: as `adapter_state` gives it. base_digest: of the directory that `lm` was loaded from. base_name: what that
+    is called; None: by its path.
     """
     config = copy.copy(lora_config(lm))
     if config is None:
         raise ValueError(f"this {type(lm).__name__} has no adapter to write; see add_lora")
-    config.base_model_name_or_path = lm.name_or_path
+    base_name = base_name or BaseName(lm.name_or_path)
+    config.base_model_name_or_path = base_name.name
+    if base_name.revision is not None:
+        config.revision = base_name.revision
     # Sets would be written in another order each time.
     config.target_modules = sorted(config.target_modules or [])
     config.target_parameters = sorted(config.target_parameters or [])
@@ -102,7 +127,7 @@ def write_adapter(directory: Path, lm: PreTrainedModel, adapter: dict[str, Tenso
     model_config = copy.deepcopy(lm.config)
     model_config.__dict__.pop("quantization_config", None)  # of these weights, not of what is merged from them
     model_config.save_pretrained(directory)
-    (directory / _BASE).write_text(json.dumps({"digest": base_digest, "path": lm.name_or_path}, indent=2))
+    (directory / _BASE).write_text(json.dumps({"digest": base_digest, "path": str(base_name)}, indent=2))
 
 
 def silence_transformers() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
-from rlhf_core.models.export import export_model, is_quantised
+from rlhf_core.models.export import BaseName, export_model, is_quantised
 from rlhf_core.models.isolation import check_isolation
 from rlhf_core.models.lora import adapter_state, is_adapter, merged_state
 from rlhf_core.store.keys import directory_digest
@@ -296,10 +296,11 @@ class TrainEngine:
         finally:
             before.restore()
 
-    def export(self, directory: str | Path) -> None:
+    def export(self, directory: str | Path, base_name: BaseName | None = None) -> None:
         """The whole model in Hugging Face layout and its adapter, written by rank 0. Every rank calls this.
 
         Of an engine with `ema_decay` their moving average. Training goes on from the same bits afterwards.
+        base_name: what an adapter's base is called; None: by the path that it was loaded from.
         """
         lm = self.module.lm
         adapter = adapter_state(self._whole_parameters(averaged=True, wanted=is_adapter))
@@ -307,7 +308,7 @@ class TrainEngine:
         state = {name: tensor for name, tensor in whole if self.rank == 0}
         if self.rank == 0:
             base_digest = directory_digest(lm.name_or_path) if adapter else None
-            export_model(lm, Path(directory), state, adapter, base_digest)
+            export_model(lm, Path(directory), state, adapter, base_digest, base_name)
         dist.barrier()
 
     # -- training checkpoints -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rlhf_core.config.supervised import SftSettings, SupervisedSettings
 from rlhf_core.data.batches import SampleOrder
 from rlhf_core.data.layout import Layout, make_batch, plan_step
 from rlhf_core.data.samples import Item
-from rlhf_core.models.export import ADAPTER_DIRECTORY
+from rlhf_core.models.export import ADAPTER_DIRECTORY, BaseName
 from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
@@ -83,12 +83,22 @@ class SupervisedTrainer(TrainerRank):
 
     def export(self, directory: str) -> dict[str, Any]:
         """Model and tokenizer in Hugging Face layout, written by rank 0. Returns facts for the manifest."""
-        self.engine.export(directory)
+        self.engine.export(directory, self._base_name())
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
             if self.settings.lora is not None:  # with the chat template that the adapter was trained with
                 self.tokenizer.save_pretrained(Path(directory) / ADAPTER_DIRECTORY)
         return tokenizer_facts(self.tokenizer)
+
+    def _base_name(self) -> BaseName:
+        """The model that training starts from, as the user knows it: the ranks' copies of it are gone afterwards."""
+        model = self.settings.model
+        if model is None:
+            manifest = self.job.manifests["model"]
+            return BaseName(f"{manifest.stage}/{manifest.key}")
+        if model.hub is not None:
+            return BaseName(model.hub, model.revision)
+        return BaseName(model.path or "scratch")
 
     def _save(self, directory: Path) -> None:
         self.engine.save(directory / "model")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.training import LoraSettings
-from rlhf_core.models.export import merge_adapter, write_adapter
+from rlhf_core.models.export import BaseName, merge_adapter, write_adapter
 from rlhf_core.models.lora import adapter_state, add_lora, is_adapter, merged_state
 from rlhf_core.models.process_scorer import StepTokens, load_process_scorer
 from rlhf_core.models.scratch import write_scratch_model
@@ -221,3 +221,12 @@ def test_an_adapter_is_written_the_same_each_time(base: Path, tmp_path: Path) ->
         "digest": directory_digest(base),
         "path": str(base),
     }
+
+
+def test_an_adapter_names_its_base_on_the_hub_with_the_commit(base: Path, tmp_path: Path) -> None:
+    lm, _ = trained("causal", base, tmp_path / "adapter")
+    named = [(name, parameter.detach()) for name, parameter in lm.named_parameters()]
+    write_adapter(tmp_path / "named", lm, adapter_state(named), "0" * 64, BaseName("org/model", "c" * 40))
+    config = PeftConfig.from_pretrained(str(tmp_path / "named"))
+    assert (config.base_model_name_or_path, config.revision) == ("org/model", "c" * 40)
+    assert json.loads((tmp_path / "named" / "base.json").read_text())["path"] == f"org/model@{'c' * 40}"
