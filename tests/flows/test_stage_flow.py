@@ -94,5 +94,5 @@ def test_bad_data_is_refused_before_any_engine_starts(prefect, tmp_path: Path):
         children = api.flow_runs(tags={"all_": [f"parent:{run_id}"]})
     assert ended["state_type"] == "FAILED"
     assert ended["state"]["message"].startswith("data-eval: ")
-    assert "has no column prompt" in ended["state"]["message"]
+    assert "map them, e.g. columns: {prompt: question}" in ended["state"]["message"]
     assert sorted(child["parameters"]["spec"]["node"] for child in children) == sorted(nodes)
