@@ -113,7 +113,7 @@ def write_adapter(
     config = copy.copy(lora_config(lm))
     if config is None:
         raise ValueError(f"this {type(lm).__name__} has no adapter to write; see add_lora")
-    base_name = base_name or BaseName(lm.name_or_path)
+    base_name = base_name or BaseName(str(lm.name_or_path))
     config.base_model_name_or_path = base_name.name
     if base_name.revision is not None:
         config.revision = base_name.revision
