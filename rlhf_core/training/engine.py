@@ -167,10 +167,9 @@ class TrainEngine:
             self.ema.update()
         loss_sum, metrics = self._summed(sums)
         norm = float(norm if self._unwrapped else self.engine.get_global_grad_norm())
-        checked = {"loss": loss_sum, **{name: total for name, (total, _) in metrics.items()}}
-        # In float16 DeepSpeed skips a step whose scaled gradients overflow, and lowers the scale.
-        if self.engine.skipped_steps == skipped:
-            checked["grad_norm"] = norm
+        checked = {"loss": loss_sum, "grad_norm": norm, **{name: total for name, (total, _) in metrics.items()}}
+        if self.engine.fp16_enabled() and self.engine.skipped_steps > skipped:
+            del checked["grad_norm"]  # of scaled gradients that overflowed: DeepSpeed skips the step, lowers the scale
         self._check_finite(checked)
         return StepResult(loss=loss_sum, grad_norm=norm, lr=lr, metrics=metrics)
 
