@@ -169,7 +169,8 @@ class StageRun:
         return [json.loads(line) for line in self.store.read_bytes(path).decode().splitlines()]
 
     def _steps_done(self) -> int:
-        return max((event["step"] for event in self.events() if event["type"] == "progress"), default=0)
+        """Of training; a reference's rows are another phase."""
+        return max((event["step"] for event in self.events() if event.get("phase") == "training"), default=0)
 
     def _log_end(self) -> str:
         return (self.directory / "driver.log").read_text(errors="replace")[-3000:]
