@@ -35,14 +35,6 @@ class SampleOrder:
         return self._last[1]
 
 
-def rank_slice(ids: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """This rank's part of a step's samples: contiguous, equal parts. Raises ValueError if they are not equal."""
-    if len(ids) % ranks:
-        raise ValueError(f"{len(ids)} samples cannot be dealt evenly to {ranks} ranks")
-    share = len(ids) // ranks
-    return list(ids[rank * share : (rank + 1) * share])
-
-
 def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 

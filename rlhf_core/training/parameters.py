@@ -2,12 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.training import OptimizerSettings
@@ -66,17 +65,13 @@ def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return MuonWithAuxAdam(groups)
 
 
-OptimizerMaker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
 def _adam_group(settings: OptimizerSettings) -> dict[str, Any]:
     return {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
 
 
 def _hidden_matrices(module: Any) -> set[int]:
     """ids of the matrices of the backbone's layers: neither embeddings, nor the output head or a score's."""
-    lm = module.lm if isinstance(module.lm, PreTrainedModel) else module.lm.get_base_model()
-    backbone = getattr(lm, lm.base_model_prefix)
+    backbone = getattr(module.lm, module.lm.base_model_prefix)
     embeddings = {id(p) for m in backbone.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return {id(p) for p in backbone.parameters() if _dimensions(p) == 2} - embeddings
 

@@ -1,8 +1,7 @@
 import numpy as np
-import pytest
 import torch
 
-from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, pad_right, rank_slice
+from rlhf_core.data.batches import SampleOrder, chunks, model_inputs, pad_right
 
 
 def test_each_epoch_holds_every_row_once_in_an_order_of_its_own():
@@ -31,17 +30,6 @@ def test_an_epoch_is_drawn_once_for_all_calls_that_read_it(monkeypatch):
     order.ids(8, 5)
     order.ids(13, 20)
     assert drawn == [[3, 0], [3, 1], [3, 2], [3, 3]]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_share_a_step_out_without_loss(ranks):
-    ids = SampleOrder(30, seed=1).ids(5, 8)
-    assert [i for rank in range(ranks) for i in rank_slice(ids, rank, ranks)] == ids
-
-
-def test_an_uneven_deal_is_refused():
-    with pytest.raises(ValueError, match="7 samples cannot be dealt evenly to 2 ranks"):
-        rank_slice(range(7), 0, 2)
 
 
 def test_padding():
