@@ -21,7 +21,7 @@ def judged_response(
 
     Steps are what stands between separators, as in training; a response that was cut off ends in a step as well.
     """
-    if len(response) and response[-1] == tokenizer.eos_token_id:
+    if len(response) and _ends_turn(int(response[-1]), tokenizer):
         response = response[:-1]
     text = tokenizer.decode(response.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     ends = step_ends(tokenizer, response.tolist(), split_steps(text, tokens.separator))
@@ -29,3 +29,9 @@ def judged_response(
     places = sorted({len(prompt) + end for end in ends})
     ids, positions = place_steps(np.concatenate([prompt, response]), places, tokens.placeholder)
     return (ids[: positions[-1] + 1], positions) if positions else (prompt, [])
+
+
+def _ends_turn(token: int, tokenizer: Any) -> bool:
+    """Chat templates end a turn with a special token, which need not be the tokenizer's EOS (Llama 3: <|eot_id|>)."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    return token == tokenizer.eos_token_id or (added is not None and added.special)

@@ -75,3 +75,10 @@ def test_a_sampled_response_is_read_as_it_was_in_training(tokenizer, tokens, ste
     ids, places = judged_ids(sampled(tokenizer, "3+4=7,7+5=12#12<|end|>"), tokenizer, tokens)
     assert item.samples[0].ids.tolist() == ids.tolist()
     assert np.flatnonzero(item.samples[0].weights).tolist() == places
+
+
+def test_an_end_of_turn_that_is_not_the_eos_is_no_part_of_the_last_step(tokenizer, tokens):
+    other = "<|reserved_5|>"
+    ended, _ = judged_ids(sampled(tokenizer, f"3+4=7,7+5=12{other}"), tokenizer, tokens)
+    plain, _ = judged_ids(sampled(tokenizer, "3+4=7,7+5=12"), tokenizer, tokens)
+    assert ended.tolist() == plain.tolist()
