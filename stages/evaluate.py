@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ def _completions(context: StageContext, names: list[str], tokenizer: Any, prompt
 
     settings: EvaluateSettings = context.settings
     cluster = context.run.cluster
-    requests = greedy_requests(prompts, max_new_tokens=settings.max_new_tokens, stop_token_id=tokenizer.eos_token_id)
     context.events.phase("starting the sampler")
     first = context.inputs[names[0]] / "model"
     sampler, starting = start_sampler(first, settings.sampler, events=context.events.path, cluster=cluster)
@@ -67,8 +65,8 @@ def _completions(context: StageContext, names: list[str], tokenizer: Any, prompt
             if version > 0:
                 _send_directory(sampler, context.inputs[name] / "model", version, context)
             stops = stop_token_ids(context.inputs[name] / "model", tokenizer)
-            asked = [replace(request, stop_token_ids=stops) for request in requests]
-            samples = sampler.call("generate", asked, timeout_s=settings.generate_timeout_s)[0]
+            requests = greedy_requests(prompts, max_new_tokens=settings.max_new_tokens, stop_token_ids=stops)
+            samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
             yield name, [completion_text(tokenizer, sample.token_ids) for sample in samples]
     finally:
         sampler.close()

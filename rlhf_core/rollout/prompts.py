@@ -58,29 +58,32 @@ def rollout_requests(
     samples_per_prompt: int,
     max_new_tokens: int,
     temperature: float,
+    top_p: float = 1.0,
     seed: int,
     step: int,
-    stop_token_id: int,
+    stop_token_ids: tuple[int, ...],
     first_group: int = 0,
 ) -> list[SampleRequest]:
     """samples_per_prompt requests a prompt, in order. A sample's id is its place in the rollout, of which these prompts
-    are the groups from `first_group` on."""
+    are the groups from `first_group` on. Each response ends with the first of `stop_token_ids`."""
     return [
         SampleRequest(
             sample_id=group * samples_per_prompt + k,
             prompt_ids=prompt.ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            top_p=1.0,
+            top_p=top_p,
             seed=sample_seed(seed, step, prompt.prompt_id, group * samples_per_prompt + k),
-            stop_token_ids=(stop_token_id,),
+            stop_token_ids=stop_token_ids,
         )
         for group, prompt in enumerate(prompts, start=first_group)
         for k in range(samples_per_prompt)
     ]
 
 
-def greedy_requests(prompts: Sequence[Prompt], *, max_new_tokens: int, stop_token_id: int) -> list[SampleRequest]:
+def greedy_requests(
+    prompts: Sequence[Prompt], *, max_new_tokens: int, stop_token_ids: tuple[int, ...]
+) -> list[SampleRequest]:
     """One greedy request a prompt."""
     return [
         SampleRequest(
@@ -90,7 +93,7 @@ def greedy_requests(prompts: Sequence[Prompt], *, max_new_tokens: int, stop_toke
             temperature=0.0,
             top_p=1.0,
             seed=0,
-            stop_token_ids=(stop_token_id,),
+            stop_token_ids=stop_token_ids,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -253,7 +253,7 @@ class PpoRun:
             temperature=rollout.temperature,
             seed=self.settings.seed,
             step=step,
-            stop_token_id=self.tokenizer.eos_token_id,
+            stop_token_ids=self.stop_token_ids,
             first_group=first_group,
         )
         prompts = [prompt for prompt in chosen for _ in range(rollout.samples_per_prompt)]
@@ -316,8 +316,7 @@ class PpoRun:
         return self.trainers.call(method, *args, timeout_s=self.settings.trainer.step_timeout_s)
 
     def _generate(self, requests: list[Any]) -> list[Sample]:
-        asked = [replace(request, stop_token_ids=self.stop_token_ids) for request in requests]
-        return self.sampler.call("generate", asked, timeout_s=self.settings.generate_timeout_s)[0]
+        return self.sampler.call("generate", requests, timeout_s=self.settings.generate_timeout_s)[0]
 
     def _send_weights(self, version: int, averaged: bool = False) -> None:
         """The policy's weights, or their moving average, into the sampler."""
@@ -338,7 +337,7 @@ class PpoRun:
         settings = self.settings.evaluation
         limits = {
             "max_new_tokens": self.settings.rollout.max_new_tokens,
-            "stop_token_id": self.tokenizer.eos_token_id,
+            "stop_token_ids": self.stop_token_ids,
         }
         (greedy,) = zip(*self._hits(greedy_requests(self.eval_prompts, **limits), 1), strict=True)
         metrics = {"exact_match": float(np.mean([hit for hit, _ in greedy]))}

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_core.data.errors import TokenError
 from rlhf_core.models.scratch import build_tokenizer
-from rlhf_core.rollout.prompts import Prompt, load_prompts, rollout_requests
+from rlhf_core.rollout.prompts import Prompt, greedy_requests, load_prompts, rollout_requests
 
 TURNS = [
     {"role": "user", "content": "1+1="},
@@ -56,7 +56,18 @@ def test_long_prompts_are_dropped_and_counted_and_some_must_be_left(tokenizer, r
 
 def test_requests_of_later_groups_go_on_with_the_numbers_of_the_rollout():
     prompts = [Prompt(number, "", (1,), "") for number in range(3)]
-    given = {"samples_per_prompt": 2, "max_new_tokens": 4, "temperature": 1.0, "seed": 5, "step": 3, "stop_token_id": 2}
+    given = {"samples_per_prompt": 2, "max_new_tokens": 4, "temperature": 1.0, "seed": 5, "step": 3}
+    given |= {"stop_token_ids": (2, 3)}
     whole = rollout_requests(prompts, **given)
     assert [request.sample_id for request in whole] == list(range(6))
     assert [*rollout_requests(prompts[:1], **given), *rollout_requests(prompts[1:], **given, first_group=1)] == whole
+
+
+def test_requests_carry_the_tokens_that_stop_them_and_the_nucleus():
+    given = {"max_new_tokens": 4, "stop_token_ids": (2, 3)}
+    (greedy,) = greedy_requests([Prompt(0, "", (1,), "")], **given)
+    (drawn,) = rollout_requests(
+        [Prompt(0, "", (1,), "")], samples_per_prompt=1, temperature=1.0, top_p=0.9, seed=5, step=3, **given
+    )
+    assert greedy.stop_token_ids == drawn.stop_token_ids == (2, 3)
+    assert (greedy.top_p, drawn.top_p) == (1.0, 0.9)
