@@ -45,11 +45,3 @@ def pad_right(rows: Sequence[Sequence[int]], value: int = 0, *, dtype: torch.dty
     for number, row in enumerate(rows):
         out[number, : len(row)] = torch.tensor(row, dtype=dtype)
     return out
-
-
-def model_inputs(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """input_ids and attention_mask, (B, T) long, padded on the right."""
-    return {
-        "input_ids": pad_right(rows, pad_token_id),
-        "attention_mask": pad_right([[1] * len(row) for row in rows]),
-    }

@@ -1,8 +1,9 @@
 """A Hugging Face model below its head: hidden states, and the load-balancing loss of a mixture of experts."""
 
+from abc import abstractmethod
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -40,6 +41,37 @@ def hidden_states(
         routers, routers[0].shape[-1], lm.config.num_experts_per_tok, attention_mask=aux_mask
     )
     return hidden, aux
+
+
+class TokenScorer(nn.Module):
+    """A model whose forward gives something at every token: a score, or the logits of some tokens."""
+
+    lm: Any
+
+    @abstractmethod
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """Float32 (R, L, ...) of the last hidden states (R, L, H)."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        aux_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`outputs` at every position. All inputs are (R, L).
+
+        Args:
+            attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
+            aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
+                (outputs, loss).
+        """
+        hidden, aux = hidden_states(
+            self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
+        )
+        outputs = self.outputs(hidden)
+        return outputs if aux is None else (outputs, aux)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.backbone import hidden_states
+from rlhf_core.models.backbone import TokenScorer
 from rlhf_core.models.policy import CausalModel, load_causal
 
 PROCESS_REWARD = "process_reward"  # in the model's config.json
@@ -50,7 +50,7 @@ class StepTokens:
         return cls(values["placeholder"], tuple(values["verdicts"]), values["separator"], values["template"])
 
 
-class ProcessScorer(CausalModel):
+class ProcessScorer(CausalModel, TokenScorer):
     """A causal model whose logits exist for the reward tokens alone."""
 
     def __init__(self, lm: PreTrainedModel, tokens: StepTokens):
@@ -58,26 +58,9 @@ class ProcessScorer(CausalModel):
         self.tokens = tokens
         tokens.write_into(lm)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        aux_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of the reward tokens (R, L, K) float32, at every position. All inputs are (R, L).
-
-        Args:
-            attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
-            aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
-                (logits, loss).
-        """
-        hidden, aux = hidden_states(
-            self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
-        )
-        logits = self.head(hidden, tokens=self.tokens.verdicts)
-        return logits if aux is None else (logits, aux)
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """Logits of the reward tokens (R, L, K)."""
+        return self.head(hidden, tokens=self.tokens.verdicts)
 
 
 def load_process_scorer(

@@ -9,47 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_core.models.backbone import given, hidden_states
+from rlhf_core.models.backbone import TokenScorer, given
 
 
-class Scorer(nn.Module):
+class Scorer(TokenScorer):
     """Wraps `AutoModelForSequenceClassification` (head `score`), so that what is saved loads as exactly that."""
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        self.lm: Any = lm
+        self.lm = lm
 
     @property
     def head(self) -> nn.Linear:
         return self.lm.score
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        aux_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores (B, T) float32, one at every token. All inputs are (B, T).
-
-        Args:
-            attention_mask: for rows padded on the right; None where position_ids restart with each packed sample.
-            aux_mask: 1 on the tokens that count in the load-balancing loss of a mixture of experts; the result is then
-                (scores, loss).
-        """
-        hidden, aux = hidden_states(
-            self.lm, input_ids, position_ids=position_ids, attention_mask=attention_mask, aux_mask=aux_mask
-        )
-        scores = self.head(hidden).squeeze(-1).float()
-        return scores if aux is None else (scores, aux)
-
-
-def last_token_scores(scores_BT: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B,): the score at the last attended position of each row, wherever the padding is."""
-    positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    last = torch.where(attention_mask.bool(), positions, -1).max(dim=1).values
-    return scores_BT.gather(1, last.unsqueeze(1)).squeeze(1)
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """Scores (B, T)."""
+        return self.head(hidden).squeeze(-1).float()
 
 
 def load_scorer(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from rlhf_core.models.scorer import Scorer, last_token_scores
+from rlhf_core.models.scorer import Scorer
 
 PAD = 0
 
@@ -50,7 +50,8 @@ def alone() -> torch.Tensor:
 def test_padded_on_the_right_with_batch_mates(alone: torch.Tensor):
     ids = torch.nn.utils.rnn.pad_sequence(SEQUENCES, batch_first=True, padding_value=PAD)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in SEQUENCES], batch_first=True)
-    torch.testing.assert_close(last_token_scores(scorer()(ids, mask), mask), alone, rtol=1e-5, atol=1e-5)
+    scores = scorer()(ids, mask)[torch.arange(len(SEQUENCES)), mask.sum(1) - 1]
+    torch.testing.assert_close(scores, alone, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ def test_padded_on_the_left_with_batch_mates(alone: torch.Tensor):
     ids = torch.stack([torch.nn.functional.pad(s, (width - len(s), 0), value=PAD) for s in SEQUENCES])
     mask = torch.stack([torch.arange(width) >= width - len(s) for s in SEQUENCES]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    scores = last_token_scores(scorer()(ids, mask, position_ids=positions), mask)
+    scores = scorer()(ids, mask, position_ids=positions)[:, -1]
     torch.testing.assert_close(scores, alone, rtol=1e-5, atol=1e-5)
     hugging_face = scorer().lm(ids, attention_mask=mask, position_ids=positions).logits[:, 0]
     torch.testing.assert_close(hugging_face, alone, rtol=1e-5, atol=1e-5)

@@ -317,8 +317,16 @@ def export(
     """One step, then the export; what the trained module gives for `samples`, rows of token ids padded each way."""
     import torch
 
-    from rlhf_core.data.batches import model_inputs
-    from rlhf_core.models.scorer import last_token_scores
+    def scores(rows: list[Any], side: str) -> list[float]:
+        """Of the last token of each row."""
+        width = max(map(len, rows))
+        starts = [0 if side == "right" else width - len(ids) for ids in rows]
+        ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.long)
+        for n, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids[n, start : start + len(row)] = torch.as_tensor(row)
+            mask[n, start : start + len(row)] = 1
+        given = engine.infer(input_ids=ids, attention_mask=mask)
+        return [given[n, start + len(row) - 1].item() for n, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
     with engine_of(kind, model, trainer, {"lr": 1e-2, "warmup_ratio": 0.0}, pad=pad) as engine:
         engine.step(batches_of(kind, samples, engine, trainer, pad=pad), objective_of(kind))
@@ -326,20 +334,10 @@ def export(
         if kind != "rm":
             return None
         rows = [ids for pair in samples for ids, _ in pair]
-        alone = [
-            last_token_scores(engine.infer(**(one := model_inputs([ids], pad))), one["attention_mask"]).item()
-            for ids in rows
-        ]
-        right = model_inputs(rows, pad)
-        width = right["input_ids"].shape[1]
-        left = {
-            "input_ids": torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in rows]),
-            "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows]),
-        }
         return {
-            "alone": alone,
-            "right": last_token_scores(engine.infer(**right), right["attention_mask"]).tolist(),
-            "left": last_token_scores(engine.infer(**left), left["attention_mask"]).tolist(),
+            "alone": [score for ids in rows for score in scores([ids], "right")],
+            "right": scores(rows, "right"),
+            "left": scores(rows, "left"),
         }
 
 
