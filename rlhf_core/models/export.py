@@ -4,6 +4,7 @@ A trained model's directory holds the whole, merged model in Hugging Face layout
 
 - adapter/adapter_model.safetensors, adapter_config.json: the adapter, as peft writes it;
 - adapter/config.json: the model's configuration, with its labels and what its scores mean;
+- adapter/generation_config.json, of a policy: its defaults of generation, with the tokens to stop at;
 - adapter/base.json: {"digest", "path"} of the directory with the frozen weights. The digest is that of
   `directory_digest` (rlhf_core/store/keys.py), the path what the user knows it by (`BaseName`).
 """
@@ -35,8 +36,10 @@ from transformers.utils import logging
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.training import Dtype
 from rlhf_core.models.lora import ADAPTER, PEFT_PREFIX, adapter_state, lora_config, merged_state
+from rlhf_core.models.policy import mend_generation
 from rlhf_core.models.process_scorer import PROCESS_REWARD
 from rlhf_core.models.scorer import Scorer
+from rlhf_core.models.tokenizer import GENERATION, stop_token_ids, write_stop_token_ids
 
 ADAPTER_DIRECTORY = "adapter"
 _WEIGHTS, _CONFIG, _BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
@@ -147,7 +150,8 @@ def merge_adapter(
     base_digest: str | None,
     dtype: Dtype | None = None,
 ) -> Merged:
-    """Writes base and adapter as one model in Hugging Face layout, with tokenizer and chat template, or nothing.
+    """Writes base and adapter as one model in Hugging Face layout, with tokenizer, chat template and the defaults of
+    generation that belong to them, or nothing.
 
     Before the directory appears, transformers loads it. The merged weights must give, in float32, what base and adapter
     give in peft, and what was loaded must be these weights, rounded.
@@ -171,7 +175,9 @@ def merge_adapter(
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
         lm.save_pretrained(temporary, state_dict=dict(merged_state(lm, _named(lm))))
-        _copy_tokenizer(adapter, base, temporary)
+        tokenizer = _copy_tokenizer(adapter, base, temporary)
+        if _kind(lm) == "causal":
+            _write_generation(adapter, base, temporary, tokenizer)
         difference = _checked(lm, task, temporary)
         os.replace(temporary, out)
     finally:
@@ -213,6 +219,8 @@ def _with_adapter(base: Path, adapter: Path, task: str, dtype: Dtype | None) -> 
     config = _model_config(base, adapter, task, given)
     try:
         lm = _AUTO[task].from_pretrained(base, config=config, dtype=dtype or "auto", trust_remote_code=False)
+        if task == "CAUSAL_LM":
+            mend_generation(lm)
         PeftModel.from_pretrained(lm, str(adapter), adapter_name=ADAPTER, autocast_adapter_dtype=False)
     except (RuntimeError, ValueError) as error:  # of other shapes, or without such layers
         raise SettingsError(f"adapter {adapter} does not fit base {base}: {error}") from error
@@ -278,12 +286,24 @@ def _outputs(lm: PreTrainedModel, task: str, probe: Tensor) -> Tensor:
     return scores
 
 
-def _copy_tokenizer(adapter: Path, base: Path, out: Path) -> None:
-    """The adapter's where training saved one beside it, since its chat template may be another than the base's."""
+def _copy_tokenizer(adapter: Path, base: Path, out: Path) -> Any:
+    """The adapter's where training saved one beside it, since its chat template may be another than the base's; None
+    where neither has one."""
     for source in (adapter, base):
         if (source / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(out)
-            return
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            tokenizer.save_pretrained(out)
+            return tokenizer
+    return None
+
+
+def _write_generation(adapter: Path, base: Path, out: Path, tokenizer: Any) -> None:
+    """The adapter's where training wrote one beside it, which stops at what its responses ended with; else the base's,
+    which transformers has written, with the tokenizer's EOS to stop at as well."""
+    if (adapter / GENERATION).is_file():
+        shutil.copy(adapter / GENERATION, out / GENERATION)
+    elif tokenizer is not None:
+        write_stop_token_ids(out, stop_token_ids(base, tokenizer))
 
 
 def _kind(lm: PreTrainedModel) -> Literal["causal", "reward", "process"]:

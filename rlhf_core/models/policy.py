@@ -79,7 +79,10 @@ def load_policy(
 def load_causal(
     directory: str, *, dtype: torch.dtype, attention: str, experts: str | None = None, quantization: Any = None
 ) -> PreTrainedModel:
-    """experts: kernel of a mixture of experts. quantization: of frozen weights, see lora.nf4_config."""
+    """experts: kernel of a mixture of experts. quantization: of frozen weights, see lora.nf4_config.
+
+    Raises ValueError for a generation_config.json with which the model could not be saved.
+    """
     lm = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
@@ -89,7 +92,26 @@ def load_causal(
         **given(experts_implementation=experts, quantization_config=quantization),
     )
     lm.config.use_cache = False
+    mend_generation(lm)
     return lm
+
+
+def mend_generation(lm: PreTrainedModel) -> None:
+    """Of sampling parameters without do_sample, as Llama 2 was published with, transformers reads a
+    generation_config.json and refuses to write it: do_sample is what they mean.
+
+    Raises ValueError where it would be refused still, which is better known before training than at the export.
+    """
+    generation: Any = lm.generation_config
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"the model's generation_config.json cannot be written again: {why}; mend it") from None
 
 
 @torch.no_grad()

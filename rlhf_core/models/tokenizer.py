@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-_GENERATION = "generation_config.json"
+GENERATION = "generation_config.json"
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -49,7 +49,7 @@ def stop_token_ids(directory: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
     A chat template may end turns with another token than the EOS (Llama 3.1: <|eot_id|> and <|end_of_text|>).
     """
-    path = Path(directory) / _GENERATION
+    path = Path(directory) / GENERATION
     named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
     return tuple(dict.fromkeys(number for number in ids if number is not None))
@@ -57,7 +57,7 @@ def stop_token_ids(directory: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 def write_stop_token_ids(directory: str | Path, ids: Iterable[int]) -> None:
     """Into a model's generation_config.json, which Hugging Face's generation and vLLM stop by; the rest of it stays."""
-    path = Path(directory) / _GENERATION
+    path = Path(directory) / GENERATION
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.write_text(json.dumps({**config, "eos_token_id": list(ids)}, indent=2) + "\n", encoding="utf-8")
 

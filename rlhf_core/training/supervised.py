@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlhf_core.data.samples import Item
 from rlhf_core.models.export import ADAPTER_DIRECTORY, BaseName
 from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
-from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
+from rlhf_core.models.tokenizer import GENERATION, load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
 from rlhf_core.training.mesh import mesh_of
 from rlhf_core.training.objective import Batch, Objective
@@ -187,6 +188,8 @@ class PolicyTrainer(SupervisedTrainer):
         stops = list(dict.fromkeys([*known, *self.tables["train"].end_token_ids]))
         if self.rank == 0:
             write_stop_token_ids(directory, stops)
+            if self.settings.lora is not None:
+                shutil.copy(Path(directory) / GENERATION, Path(directory) / ADAPTER_DIRECTORY)
         return {**facts, "stop_token_ids": stops}
 
     def _policy(self, directory: Path) -> Policy:

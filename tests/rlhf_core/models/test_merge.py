@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.training import LoraSettings
@@ -143,6 +143,27 @@ def test_the_chat_template_of_training_goes_with_the_merged_model(base: Path, tm
     tokenizer.save_pretrained(tmp_path / "adapter")
     merge_adapter(base, tmp_path / "adapter", tmp_path / "out", base_digest=None)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("beside_the_adapter", [True, False])
+def test_generation_defaults_are_those_of_training_or_else_the_bases(
+    base: Path, tmp_path: Path, beside_the_adapter: bool
+) -> None:
+    """The base's are as Llama 2's were published, which transformers reads and does not write."""
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    (own / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "eos_token_id": 7}))
+    trained("causal", own, tmp_path / "adapter")
+    if beside_the_adapter:
+        (tmp_path / "adapter" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "top_k": 3}))
+    merge_adapter(own, tmp_path / "adapter", tmp_path / "out", base_digest=None)
+    config = GenerationConfig.from_pretrained(tmp_path / "out")
+    if beside_the_adapter:
+        assert (config.eos_token_id, config.top_k, config.temperature) == ([5, 9], 3, None)
+    else:
+        eos = AutoTokenizer.from_pretrained(own).eos_token_id
+        assert (config.eos_token_id, config.temperature, config.top_p) == ([eos, 7], 0.9, 0.6)
+        assert config.do_sample
 
 
 def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Log-probs in chunks against the logits of Hugging Face's own models."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rlhf_core.models import head
 from rlhf_core.models.backbone import hidden_states
 from rlhf_core.models.head import LogitTransform, TokenHead
-from rlhf_core.models.policy import Policy, check_head
+from rlhf_core.models.policy import Policy, check_head, load_causal
 
 SMALL = {
     "vocab_size": 64,
@@ -191,3 +192,19 @@ def test_the_head_keeps_its_name_and_its_tie(tmp_path: Path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again.get_output_embeddings().weight, policy.head.weight)
+
+
+def test_a_generation_config_that_could_not_be_saved_is_mended_or_refused_before_training(tmp_path: Path) -> None:
+    """Transformers reads both and writes neither: the first as Llama 2 was published, the second for its last field."""
+    causal("llama").save_pretrained(tmp_path / "model")
+    written = tmp_path / "model" / "generation_config.json"
+    written.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))
+    lm: Any = load_causal(str(tmp_path / "model"), dtype=torch.float32, attention="sdpa")
+    lm.save_pretrained(tmp_path / "saved")
+    config = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (config.do_sample, config.temperature, config.top_p) == (True, 0.9, 0.6)
+    written.write_text(json.dumps({"temperature": 0.9, "output_scores": True}))
+    with pytest.raises(
+        ValueError, match=r"generation_config.json cannot be written again: .*output_scores.*; mend it$"
+    ):
+        load_causal(str(tmp_path / "model"), dtype=torch.float32, attention="sdpa")

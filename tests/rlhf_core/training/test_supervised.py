@@ -21,6 +21,7 @@ from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, R
 from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, ScratchModel, TrainerSettings
 from rlhf_core.data.encode import EncodedData, Encoder, read_chat_template
 from rlhf_core.data.token_cache import cached_tokens
+from rlhf_core.models.export import merge_adapter
 from rlhf_core.models.tokenizer import load_tokenizer
 from rlhf_core.store.artifacts import publish
 from rlhf_core.store.keys import canonical_json, sha256_text
@@ -247,20 +248,24 @@ def test_a_reward_models_export_scores_as_it_was_evaluated(
     assert AutoTokenizer.from_pretrained(out).chat_template
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(("stage", "lora"), [("sft", None), ("dpo", LoraSettings(rank=2))])
 def test_an_exported_policy_stops_where_its_template_ends_a_turn(
-    groups: Any, job_of: Any, tmp_path: Path, stage: str
+    groups: Any, job_of: Any, tmp_path: Path, llama: str, stage: str, lora: LoraSettings | None
 ) -> None:
-    """As for a base model whose EOS its chat template does not write. Ranks may be where the template's file is not."""
+    """As for a base model whose EOS its chat template does not write, and so does one merged from the adapter. Ranks
+    may be where the template's file is not."""
     template, out = tmp_path / "template.jinja", tmp_path / "export"
     template.write_text("{% for m in messages %}{{ m.content }}<pad>{% endfor %}")
-    job = job_of(stage, 1, text=TextSettings(chat_template=str(template)))
+    job = job_of(stage, 1, text=TextSettings(chat_template=str(template)), lora=lora)
     template.unlink()
     done = groups[1].run("supervised", target=TARGETS[stage], job=job, train_steps=1, export=str(out))[0]
     tokenizer, config = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<pad>")]
     assert config.eos_token_id == done["facts"]["stop_token_ids"] == stops
     assert tokenizer.eos_token != "<pad>"
+    if lora is not None:
+        merge_adapter(llama, out / "adapter", tmp_path / "merged", base_digest=None)
+        assert GenerationConfig.from_pretrained(tmp_path / "merged").to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
