@@ -20,12 +20,14 @@ T = TypeVar("T")
 
 # Passing: the same request may succeed later or elsewhere.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+# What the request holds is at fault, and not its address or its token.
+_OF_THE_BODY = frozenset({400, 413, 422})
 _ANSWER_BYTES = 64 * 2**20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 
 
 class RequestError(Exception):
-    """A request without a usable answer. refused: the service answers, and says that this one is wrong."""
+    """A request without a usable answer. refused: the service says that something in its body is wrong."""
 
     def __init__(self, reason: Reason, message: str, *, passing: bool, refused: bool = False, wait_s: float = 0.0):
         super().__init__(message)
@@ -74,13 +76,13 @@ class JsonClient:
                 return await self._exchange(url, body)
         except TimeoutError:
             raise RequestError("timeout", f"{url}: no answer within {self._timeout_s:g} s", passing=True) from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # lost, or an answer that is no HTTP or of another encoding than it says
             message = f"{url}: {type(error).__name__}: {error}"
             raise RequestError("error", message, passing=True) from error
 
     async def _exchange(self, url: str, body: Mapping[str, Any]) -> Any:
         async with self._http.stream("POST", url, json=body) as response:
-            content = b""
+            content = bytearray()
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > _ANSWER_BYTES:
@@ -88,7 +90,7 @@ class JsonClient:
         if response.is_success:
             try:
                 return json.loads(content)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise RequestError("unparsable", f"{url}: the answer is no JSON", passing=False) from None
         said = content[:200].decode(errors="replace")
         passing = response.status_code in _PASSING
@@ -96,7 +98,7 @@ class JsonClient:
             "error",
             f"{url}: HTTP {response.status_code}: {said}",
             passing=passing,
-            refused=response.is_client_error and not passing,
+            refused=response.status_code in _OF_THE_BODY,
             wait_s=_seconds(response.headers.get("retry-after")),
         )
 
@@ -113,7 +115,7 @@ class JsonClient:
 
 def _seconds(header: str | None) -> float:
     """Of a Retry-After that is a number; its other form, a date, counts as none."""
-    return float(header) if header is not None and header.strip().isdigit() else 0.0
+    return float(header) if header is not None and header.strip().isdecimal() else 0.0
 
 
 def secret(setting: str, variable: str | None) -> str | None:

@@ -42,7 +42,7 @@ class HttpRewards:
             return [error.failure] * len(batch)
         try:
             return [finite(one) for one in read_result(answer, len(batch))]
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             return [Failed("unparsable", f"the service's answer: {one_line(error)}")] * len(batch)
 
     async def close(self) -> None:

@@ -297,8 +297,8 @@ def settle(outcomes: Sequence[Mapping[str, Outcome]], group_ids: Sequence[int], 
         metrics={
             "reward/failed": float(len(failures)),
             "reward/dropped_groups": float(len(dropped)),
-            **{name: float(count) for name, count in counts.items()},
             **_extras(scored),
+            **{name: float(count) for name, count in counts.items()},
         },
     )
 

@@ -147,6 +147,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._unread = b""
+        self._answered = 0  # calls, by this process
 
     def start(self) -> None:
         """Raises SettingsError where the process cannot load what the setup names."""
@@ -160,7 +161,7 @@ class _Worker:
             env=self._environment(self._home.name),
             start_new_session=True,
         )
-        self._unread = b""
+        self._unread, self._answered = b"", 0
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -178,17 +179,25 @@ class _Worker:
             raise SettingsError(f"a reward function cannot be loaded: {answer['error']}")
 
     def answer(self, call: Call) -> list[Outcome]:
+        """In a new process where the first one held too much memory and had answered before: what earlier calls left
+        there is not this one's fault."""
+        try:
+            return self._answer(call)
+        except _Gone as gone:
+            again = gone.failure.reason == "memory" and self._answered > 0
+            self.end()
+            return self.answer(call) if again else [gone.failure] * call.size
+
+    def _answer(self, call: Call) -> list[Outcome]:
         if self._process is None:
             try:
                 self.start()
             except SettingsError as error:
                 return [Failed("error", str(error))] * call.size
         limit = self._settings.timeout_s if call.limit_s is None else call.limit_s
-        try:
-            return [_decoded(one) for one in self._exchange(call.line(), limit)["outcomes"]]
-        except _Gone as gone:
-            self.end()
-            return [gone.failure] * call.size
+        outcomes = [_decoded(one) for one in self._exchange(call.line(), limit)["outcomes"]]
+        self._answered += 1
+        return outcomes
 
     def end(self) -> None:
         if self._process is not None:

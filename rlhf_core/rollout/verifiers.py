@@ -13,7 +13,8 @@ from typing import Any
 from rlhf_core.rollout.outcomes import Failed, Outcome, Scored, one_line
 
 _MARK = re.compile(r"#+")
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+# Possessive, so that a long line is read once.
+_FENCED = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
 
 
 def exact(completion: str, label: str) -> float:
@@ -30,7 +31,27 @@ def exact(completion: str, label: str) -> float:
 
 
 def _answer(text: str) -> str:
-    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", _MARK.split(text)[-1].strip())
+    return _plain(_MARK.split(text)[-1])
+
+
+def _plain(answer: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer.strip())
+
+
+def answer(completion: str, verifier: str) -> str:
+    r"""What a vote counts: what stands behind the last answer mark, for `math` `####` or else the last `\boxed{}`;
+    the whole completion where there is none. Written as `exact` compares it."""
+    if verifier == "exact":
+        return _answer(completion)
+    if "####" in completion:
+        return _plain(_behind_mark(completion))
+    _, box, rest = completion.rpartition("\\boxed{")
+    depth = 1
+    for at, character in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return _plain(rest[:at])
+    return _plain(completion)
 
 
 def math(completion: str, label: str) -> Outcome:

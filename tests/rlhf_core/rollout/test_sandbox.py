@@ -37,6 +37,11 @@ def memory(label):
     time.sleep(60)
 def memory_of_a_child(label):
     subprocess.run([sys.executable, "-c", "import time; x = bytearray(b'x') * 2**29; time.sleep(60)"])
+held = []
+def keep(label):
+    held.append(bytearray(b"x") * (int(label) * 2**20))
+    time.sleep(0.1)
+    return float(len(held))
 def allocate(label): return float(len(bytearray(2**60)))
 def leave(label): os._exit(3)
 def leave_politely(label): sys.exit(0)
@@ -101,6 +106,14 @@ def test_what_fails_has_a_name_and_the_next_call_an_answer(
 ) -> None:
     found = sandbox.run([call(function), call("length", "a"), call("length", "ab"), call("length", "abc")])
     assert found == [[Failed(reason, message)], [Scored(1.0)], [Scored(2.0)], [Scored(3.0)]]  # type: ignore[arg-type]
+
+
+def test_what_earlier_calls_left_in_memory_is_not_a_later_ones_fault(tmp_path: Path) -> None:
+    settings = SandboxSettings(workers=1, memory_mb=256)
+    with Sandbox(settings, SETUP, tmp_path) as sandbox:
+        found = [run(sandbox, "keep", label) for label in ("150", "150", "400", "1")]
+    failed = Failed("memory", "more than 256 MB were resident")
+    assert found == [Scored(1.0), Scored(1.0), failed, Scored(1.0)]
 
 
 def test_a_process_sees_what_it_is_allowed_to(sandbox: Sandbox) -> None:
