@@ -9,22 +9,16 @@ was stopped goes on.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from rlhf_core.config.pipeline import PipelineSettings, load_pipeline
-from rlhf_core.store.artifacts import artifact_path, read_manifest
+from chains import PROJECT, STORE, curve, number, percent, run_chain
+
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.plots import plot_curves
-from stages.plan import PlannedStage, plan_pipeline
 
-PROJECT = Path(__file__).resolve().parents[2]
-DEMO = PROJECT / "deployments" / "pipelines" / "demo.yaml"
 REWARDS = {"demo": [], "rm-only": ["ppo.reward={rm: 1.0, exact: 0.0}"]}
 BF16 = ["ppo.dtype=bfloat16", "ppo.sampler.dtype=bfloat16", "ppo.steps=20"]
 BF16_MEAN = 0.02  # the bound that the mean difference of log-probs has to keep in bfloat16
@@ -36,7 +30,7 @@ def main() -> None:
     parser.add_argument(
         "--rm-only-seeds", type=int, nargs="*", help="seeds of the runs with the RM alone; all by default"
     )
-    parser.add_argument("--store", default=str(PROJECT / ".rlhf" / "bench" / "store"))
+    parser.add_argument("--store", default=str(STORE))
     parser.add_argument("--set", action="append", default=[], help="a dotted override for every run")
     parser.add_argument("--docs", default=str(PROJECT / "docs"), help="where learning.md and its plots go")
     arguments = parser.parse_args()
@@ -48,54 +42,6 @@ def main() -> None:
     }
     bf16 = run_chain(arguments.seeds[0], "bf16", arguments.store, [*BF16, *arguments.set], last="ppo")["ppo"]
     write_docs(Path(arguments.docs), results, bf16, Store(arguments.store))
-
-
-def seeded(seed: int) -> list[str]:
-    """Every seed of the pipeline but that of the held-out prompts, which stay the same problems."""
-    data = [f"data.{kind}.arithmetic.seed={seed}" for kind in ("sft", "pairs", "steps", "prompts")]
-    return [*data, f"sft.model.scratch.seed={seed}", *(f"{stage}.seed={seed}" for stage in ("sft", "rm", "ppo"))]
-
-
-def run_chain(
-    seed: int, name: str, store_url: str, overrides: list[str], last: str = "evaluate"
-) -> dict[str, Manifest]:
-    """The manifests of all nodes up to `last`."""
-    scratch = Path(store_url).parent / "scratch"
-    settings = load_pipeline(DEMO, [*seeded(seed), f"run.store={store_url}", f"run.scratch={scratch}", *overrides])
-    made: dict[str, Manifest] = {}
-    for planned in plan_pipeline(settings):
-        made[planned.node] = run_node(planned, settings, made)
-        print(f"seed {seed}, {name}: {planned.node} {made[planned.node].wall_seconds:.0f} s", flush=True)
-        if planned.node == last:
-            break
-    return made
-
-
-def run_node(planned: PlannedStage, settings: PipelineSettings, made: dict[str, Manifest]) -> Manifest:
-    store = Store(settings.run.store)
-    there = read_manifest(store, planned.stage.name, planned.key.key)
-    if there is not None:
-        return there
-    scratch = Path(settings.run.scratch) / f"{planned.node}-{planned.key.key[:12]}"
-    scratch.mkdir(parents=True, exist_ok=True)
-    spec = {
-        "stage": planned.stage.name,
-        "node": planned.node,
-        "settings": planned.settings.model_dump(mode="json"),
-        "key": planned.key.key,
-        "key_source": planned.key.source,
-        "inputs": {name: made[node].model_dump(mode="json") for name, node in planned.inputs.items()},
-        "run": settings.run.model_dump(mode="json"),
-        "scratch": str(scratch),
-    }
-    (scratch / "spec.json").write_text(json.dumps(spec))
-    with (scratch / "driver.log").open("w") as log:
-        command = [sys.executable, "-m", planned.stage.module, "--spec", str(scratch / "spec.json")]
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    manifest = read_manifest(store, planned.stage.name, planned.key.key)
-    if code != 0 or manifest is None:
-        raise SystemExit(f"{planned.node} failed with exit code {code}; see {scratch / 'driver.log'}")
-    return manifest
 
 
 def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], bf16: Manifest, store: Store) -> None:
@@ -142,20 +88,9 @@ def draw(path: Path, reward: str, runs: dict[int, Manifest], store: Store) -> No
     """The reward model's score and the truth, by step: over-optimisation is where they part."""
     curves = {}
     for seed, manifest in runs.items():
-        folder = f"{artifact_path(manifest.stage, manifest.key)}/{manifest.attempt}"
-        records = [json.loads(line) for line in store.read_bytes(f"{folder}/metrics.jsonl").decode().splitlines()]
         for name, phase, label in (("reward/rm", "train", "RM score"), ("exact_match", "eval", "exact match, greedy")):
-            points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
-            curves[f"{label}, seed {seed}"] = ([s for s, _ in points], [v for _, v in points])
+            curves[f"{label}, seed {seed}"] = curve(manifest, store, phase, name)
     plot_curves(path, f"PPO with reward: {reward}", curves)
-
-
-def number(value: Any) -> float:
-    return float(value)
-
-
-def percent(value: Any) -> str:
-    return f"{100 * number(value):.1f} %"
 
 
 if __name__ == "__main__":
