@@ -1,12 +1,14 @@
-"""evaluate: greedy exact match on held-out prompts, of every policy of the pipeline."""
+"""evaluate: what every policy of the pipeline answers to held-out prompts, greedily and sampled."""
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.pipeline import POLICIES
 from rlhf_core.config.rl import EvaluateSettings
+from rlhf_core.tracking.history import markdown_table
 from stages.contract import check_length, check_same_tokenizer, described, input_template
 from stages.definition import Stage, StageContext, StageResult
 
@@ -17,6 +19,7 @@ def evaluate(context: StageContext) -> StageResult:
     from rlhf_core.cluster.session import ray_session
     from rlhf_core.data.rows import write_jsonl
     from rlhf_core.models.tokenizer import load_tokenizer
+    from rlhf_core.rollout.evaluation import Evaluator
     from rlhf_core.rollout.prompts import load_prompts
 
     settings: EvaluateSettings = context.settings
@@ -30,17 +33,29 @@ def evaluate(context: StageContext) -> StageResult:
     template = input_template(context.manifests[names[0]])
     path = context.inputs["data"] / "rows.jsonl"
     prompts, dropped = load_prompts(path, tokenizer, settings.max_prompt_len, template)
+    measured: dict[str, dict[str, float]] = {}
     rows = [{"prompt": prompt.text, "label": prompt.label} for prompt in prompts]
-    metrics: dict[str, Any] = {"prompts": len(prompts), "prompts_dropped_too_long": dropped}
-    with closing(context.history()) as history, ray_session(context.run.cluster, actors=1):
-        for number, (name, texts) in enumerate(_completions(context, names, tokenizer, prompts), start=1):
-            hits = _score(rows, name, texts)
-            metrics[f"exact_match/{name}"] = sum(hits) / len(hits)
-            history.add(0, {"exact_match": metrics[f"exact_match/{name}"]}, phase=name)
-            context.events.progress(number, len(names), f"evaluating {name}")
-    metrics["gain"] = metrics[f"exact_match/{names[-1]}"] - metrics[f"exact_match/{names[0]}"]
+    with ExitStack() as stack:
+        history = stack.enter_context(closing(context.history()))
+        evaluator = Evaluator(
+            settings.evaluation,
+            prompts,
+            tokenizer,
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
+            scratch=context.scratch,
+        )
+        stack.enter_context(evaluator)
+        stack.enter_context(ray_session(context.run.cluster, actors=1))
+        for name, evaluation in _evaluations(context, names, tokenizer, evaluator):
+            measured[name] = evaluation.metrics
+            history.add(0, evaluation.metrics, phase=name)
+            for row, answer in zip(rows, evaluation.greedy, strict=True):
+                row |= {name: answer.text, **{f"{name} {verifier}": hit for verifier, hit in answer.scores.items()}}
+            context.events.progress(len(measured), len(names), f"evaluating {name}")
     write_jsonl(context.files / "samples.jsonl", rows)
-    return StageResult(context.files, metrics, summary=_summary(names, metrics, rows[:SHOWN]))
+    metrics = _metrics(measured, names, dropped)
+    return StageResult(context.files, metrics, summary=_summary(measured, metrics, rows[:SHOWN]))
 
 
 def policies(inputs: Mapping[str, Any]) -> list[str]:
@@ -48,26 +63,27 @@ def policies(inputs: Mapping[str, Any]) -> list[str]:
     return [name for name in POLICIES if name in inputs]
 
 
-def _completions(context: StageContext, names: list[str], tokenizer: Any, prompts: list[Any]) -> Any:
-    """(model's name, a greedy completion for each prompt). One engine: the later models' weights are sent to it."""
+def _evaluations(context: StageContext, names: list[str], tokenizer: Any, evaluator: Any) -> Iterator[tuple[str, Any]]:
+    """(model's name, its evaluation). One engine: the later models' weights are sent to it."""
+    from rlhf_core.cluster.limit import Limit
     from rlhf_core.models.tokenizer import stop_token_ids
-    from rlhf_core.rollout.prompts import completion_text, greedy_requests
+    from rlhf_core.rollout.generation import generate
     from rlhf_core.rollout.start import start_sampler, wait_for_sampler
 
     settings: EvaluateSettings = context.settings
     cluster = context.run.cluster
+    limit = Limit(settings.generate_timeout_s, "evaluate.generate_timeout_s")
     context.events.phase("starting the sampler")
     first = context.inputs[names[0]] / "model"
     sampler, starting = start_sampler(first, settings.sampler, events=context.events.path, cluster=cluster)
     try:
         wait_for_sampler(sampler, starting, cluster)
+        ask = partial(generate, sampler, settings=settings.sampler, limit=limit)
         for version, name in enumerate(names):
+            model = context.inputs[name] / "model"
             if version > 0:
-                _send_directory(sampler, context.inputs[name] / "model", version, context)
-            stops = stop_token_ids(context.inputs[name] / "model", tokenizer)
-            requests = greedy_requests(prompts, max_new_tokens=settings.max_new_tokens, stop_token_ids=stops)
-            samples = sampler.call("generate", requests, timeout_s=settings.generate_timeout_s)[0]
-            yield name, [completion_text(tokenizer, sample.token_ids) for sample in samples]
+                _send_directory(sampler, model, version, context)
+            yield name, evaluator.run(ask, stop_token_ids(model, tokenizer))
     finally:
         sampler.close()
 
@@ -75,40 +91,49 @@ def _completions(context: StageContext, names: list[str], tokenizer: Any, prompt
 def _send_directory(sampler: Any, model: Path, version: int, context: StageContext) -> None:
     import torch
 
+    from rlhf_core.cluster.limit import start_limit
     from rlhf_core.rollout.weight_transfer import transfer_directory, write_model
 
     settings: EvaluateSettings = context.settings
     with transfer_directory(context.scratch) as directory:
         index = write_model(model, directory, version, getattr(torch, settings.sampler.dtype))
-        sampler.call("update_weights", str(index.path), timeout_s=settings.generate_timeout_s)
+        sampler.call("update_weights", str(index.path), timeout_s=start_limit(context.run.cluster))
 
 
-def _score(rows: list[dict[str, Any]], name: str, texts: list[str]) -> list[float]:
-    from rlhf_core.rollout.verifiers import exact
+def _metrics(measured: Mapping[str, Mapping[str, float]], names: Sequence[str], dropped: int) -> dict[str, Any]:
+    """Each policy's metrics with its name behind them; gain: greedy, of the last policy over the first."""
+    first, last = measured[names[0]], measured[names[-1]]
+    return {
+        "prompts": int(first["prompts"]),
+        "prompts_dropped_too_long": dropped,
+        **{
+            f"{n}/{policy}": value for policy, found in measured.items() for n, value in found.items() if n != "prompts"
+        },
+        "gain": last["exact_match"] - first["exact_match"],
+    }
 
-    hits = [exact(text, row["label"]) for text, row in zip(texts, rows, strict=True)]
-    for row, text, hit in zip(rows, texts, hits, strict=True):
-        row |= {name: text, f"{name} exact": hit}
-    return hits
 
-
-def _summary(names: list[str], metrics: dict[str, Any], shown: list[dict[str, Any]]) -> str:
+def _summary(
+    measured: Mapping[str, Mapping[str, float]], metrics: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]
+) -> str:
+    """Every metric of every policy, and some prompts with the greedy responses."""
+    names = list(measured)
     shares = ", ".join(f"{name} **{100 * metrics[f'exact_match/{name}']:.1f} %**" for name in names)
-    lines = [
-        f"**Greedy exact match** on {metrics['prompts']} held-out prompts: {shares} "
-        f"({100 * metrics['gain']:+.1f} points).",
-        "",
-        f"| prompt | answer |{''.join(f' {name} | |' for name in names)}",
-        f"|---|---|{'---|---|' * len(names)}",
-    ]
-    for row in shown:
-        cells = [f"`{row[name]}` | {'✓' if row[f'{name} exact'] else '✗'}" for name in names]
-        lines.append(f"| `{row['prompt']}` | `{row['label']}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    first = f"**Greedy exact match** on {metrics['prompts']} held-out prompts: {shares} "
+    table = markdown_table(
+        ["metric", *names], [[n, *(measured[name][n] for name in names)] for n in measured[names[0]]]
+    )
+    answers = [[row["prompt"], row["label"], *(_answer(row, name) for name in names)] for row in shown]
+    generations = markdown_table(["prompt", "answer", *names], answers)
+    return f"{first}({100 * metrics['gain']:+.1f} points).\n\n{table}\n{generations}"
+
+
+def _answer(row: Mapping[str, Any], name: str) -> str:
+    return f"{'✓' if row[f'{name} exact'] else '✗'} {row[name]}"
 
 
 EVALUATE = Stage(
-    name="evaluate", version=2, module="stages.evaluate", settings=EvaluateSettings, pool="gpu", run=evaluate
+    name="evaluate", version=3, module="stages.evaluate", settings=EvaluateSettings, pool="gpu", run=evaluate
 )
 
 if __name__ == "__main__":

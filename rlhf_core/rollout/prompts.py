@@ -15,12 +15,13 @@ from rlhf_core.rollout.sample import SampleRequest, sample_seed
 
 @dataclass(frozen=True)
 class Prompt:
-    """prompt_id: row in its data set."""
+    """prompt_id: row in its data set. source: that which the row names, of a mixture."""
 
     prompt_id: int
     text: str
     ids: tuple[int, ...]
     label: str
+    source: str | None = None
 
 
 def load_prompts(
@@ -34,7 +35,13 @@ def load_prompts(
     text = TextSettings() if input_template is None else TextSettings(format="template", input_template=input_template)
     encoded = Encoder(tokenizer, text, sys.maxsize).prompts(rows)
     prompts = [
-        Prompt(number, shown(rows[number]["prompt"]), tuple(item.samples[0].ids.tolist()), str(rows[number]["label"]))
+        Prompt(
+            prompt_id=number,
+            text=shown(rows[number]["prompt"]),
+            ids=tuple(item.samples[0].ids.tolist()),
+            label=str(rows[number]["label"]),
+            source=rows[number].get("source"),
+        )
         for number, item in zip(encoded.row_ids, encoded.items, strict=True)
     ]
     kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_len]

@@ -27,7 +27,9 @@ class Trajectory:
     version_spans: in order, without gaps, over all of the response.
     group_id: the rollout group, unique within a rollout; equal prompts in different groups stay apart.
     prompt_id: the prompt's row in its data set. sample_id: unique within a rollout.
-    rewards: raw reward by source, before weights, normalisation and shaping.
+    rewards: raw reward by source, before weights, normalisation and shaping. scores: likewise, what groups are filtered
+    by. step_scores: the probability that each step is right, step_ends: where in the response each step's last token
+    is; both of the process reward model, () without one.
     model_inputs: further arrays that the model takes, empty for text.
     """
 
@@ -41,6 +43,9 @@ class Trajectory:
     sample_id: int
     finish_reason: FinishReason
     rewards: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    step_scores: tuple[float, ...] = ()
+    step_ends: tuple[int, ...] = ()
     model_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -16,12 +16,13 @@ from rlhf_core.tracking.events import EventLog
 
 
 class History:
-    """Metrics by step and phase, and the samples shown on the way."""
+    """Metrics by step and phase, the samples shown on the way, and what the same prompts were answered each time."""
 
     def __init__(self, directory: Path, events: EventLog, tracking: TrackingSettings, *, run_name: str, config: dict):
         self.events = events
         self.records: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
+        self.generations: list[dict[str, Any]] = []
         self._directory = directory
         self._path = directory / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,12 +45,25 @@ class History:
         self.samples.append(sample)
         self.events.write("sample", **self.samples[-1])
 
-    def replace(self, records: list[dict[str, Any]], samples: list[dict[str, Any]]) -> None:
-        """Takes over the records and samples of a training checkpoint."""
-        self.records, self.samples = list(records), list(samples)
+    def add_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The responses to the same prompts at `step`: rows with equal columns, `prompt` and `response` among them."""
+        made = [{"step": step, **row} for row in rows]
+        self.generations += made
+        self._track_generations(step, made)
+
+    def replace(
+        self,
+        records: list[dict[str, Any]],
+        samples: list[dict[str, Any]],
+        generations: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Takes over the records, samples and generations of a training checkpoint."""
+        self.records, self.samples, self.generations = list(records), list(samples), list(generations)
         self._path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         for record in records:
             self._track(record)
+        for step in dict.fromkeys(row["step"] for row in generations):
+            self._track_generations(step, [row for row in generations if row["step"] == step])
 
     def curve(self, name: str, phase: str = "train") -> tuple[list[int], list[float]]:
         """(steps, values) of one metric. A NaN or infinity stays one: a plot leaves it out, a last value shows it."""
@@ -73,6 +87,36 @@ class History:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log({**values, "step": step})
+
+    def _track_generations(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """As text and as a table, of this step alone: W&B would send a growing one whole each time."""
+        if not rows:
+            return
+        columns: list[Any] = list(rows[0])
+        cells: list[Any] = [list(row.values()) for row in rows]
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("generations", markdown_table(columns, cells), step)
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({"generations": wandb.Table(columns=columns, data=cells), "step": step})
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Cells are shown on one line, as code where they are text."""
+    lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = " ".join(value.split()).replace("|", "\\|").replace("`", "'")
+    text = text if len(text) <= _CELL else f"{text[: _CELL - 3]}..."
+    return f"`{text}`" if text else ""
+
+
+_CELL = 300  # characters
 
 
 def _json_number(value: float) -> float | str:

@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import os
+import resource
 import socket
 import uuid
 from datetime import timedelta
@@ -65,6 +66,14 @@ def first_on_node() -> int:
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, here)
     return nodes.index(here)
+
+
+def peak_memory_gib() -> dict[str, float]:
+    """Most that this process has had so far, GiB: resident, and of its accelerator where it has one."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    if accelerator().device_name() == "cpu":
+        return {"resident_gib": resident}
+    return {"resident_gib": resident, "accelerator_gib": accelerator().max_memory_allocated() / 2**30}
 
 
 def barrier() -> None:

@@ -56,7 +56,8 @@ def resume_point(group: "WorkerGroup", job: Job, store: Store, history: History,
     if checkpoint is None:
         return 0
     restore(group, job, store, checkpoint, timeout_s=timeout_s)
-    history.replace(checkpoint.extra["history"], checkpoint.extra["samples"])
+    curves = checkpoint.extra
+    history.replace(curves["history"], curves["samples"], curves["generations"])
     log.info("going on from training checkpoint step %d", checkpoint.step)
     history.events.write("phase", name="resumed", step=checkpoint.step, skipped=skipped)
     return checkpoint.step
@@ -144,7 +145,7 @@ def finish_checkpoint(
     """
     shards = sum(group.call("save_checkpoint", step, timeout_s=timeout_s), Shards({}, 0))
     about = {"layout": asdict(ShardLayout.of(job.settings))}
-    curves = {"history": history.records, "samples": history.samples}
+    curves = {"history": history.records, "samples": history.samples, "generations": history.generations}
     finite = metric if metric is not None and math.isfinite(metric) else None
     complete(store, job.stage, job.key, step, shards, {**about, **curves, **(extra or {})}, lease, finite)
     gib = trainer.keep_checkpoints_gib

@@ -78,6 +78,11 @@ class TrainerRank(ABC):
             process.make_deterministic()
         process.join(self.rank, self.ranks, host, port, self._rendezvous)
 
+    def peak_memory_gib(self) -> dict[str, float]:
+        from rlhf_core.training import process
+
+        return process.peak_memory_gib()
+
     def save_checkpoint(self, step: int) -> Shards:
         """Writes this rank's shards to node-local scratch and uploads them."""
         from rlhf_core.training import process

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.rollout.trajectory import Trajectory, VersionSpan
-from rlhf_core.training.rl_loop import _parity
+from rlhf_core.training.rl_metrics import parity
 
 
 def trajectory(logprobs: list[float], mask: list[bool]) -> Trajectory:
@@ -26,9 +26,9 @@ def test_nan_of_the_sampler_is_left_out_and_counted() -> None:
     sampled = [trajectory([-1.0, np.nan, 0.0], [True, True, False]), trajectory([-2.0, -3.0], [True, True])]
     ours = [np.array([-1.5, -1.0, -9.0]), np.array([-2.0, -2.0])]
     # Differences 0.5, (NaN), 0 and 1; the token of the environment does not count.
-    assert _parity(sampled, ours) == {"parity/max": 1.0, "parity/mean": 0.5, "parity/nan": 1.0}
+    assert parity(sampled, ours) == {"parity/max": 1.0, "parity/mean": 0.5, "parity/nan": 1.0}
 
 
 def test_sampler_without_any_log_prob_is_an_error() -> None:
     with pytest.raises(ValueError, match="log-probs of all 2 tokens of the rollout are NaN"):
-        _parity([trajectory([np.nan, np.nan, 0.0], [True, True, False])], [np.zeros(3)])
+        parity([trajectory([np.nan, np.nan, 0.0], [True, True, False])], [np.zeros(3)])
