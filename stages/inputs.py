@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.rl import PpoSettings
-from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings
+from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings, TextSettings
 from rlhf_core.config.training import ModelSource
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
 from rlhf_core.data.sources import hub_commit
@@ -29,10 +29,17 @@ def data_fingerprints(kind: str, data: DataSource) -> dict[str, str]:
             if url is not None:
                 with _readable(f"{where}{name}", f"file {url}", "give the path or s3:// URL of a data file"):
                     prints[f"{prefix}{name}"] = remote_fingerprint(url)
-        if source.hub is not None:
-            instead = "give a data set of the hub, a commit as `revision` where the hub is out of reach, or a `path`"
-            with _readable(f"{where}hub", f"data set {source.hub}", instead):
-                prints[f"{prefix}hub"] = hub_commit(source.hub, source.revision)
+        for beside, hub, revision in (
+            ("", source.hub, source.revision),
+            ("eval_", source.eval_hub, source.eval_revision),
+        ):
+            if hub is not None:
+                instead = (
+                    f"give a data set of the hub, a commit as `{beside}revision` where the hub is out of reach, or "
+                    f"`{beside}path`"
+                )
+                with _readable(f"{where}{beside}hub", f"data set {hub}", instead):
+                    prints[f"{prefix}{beside}hub"] = hub_commit(hub, revision)
     return prints
 
 
@@ -95,13 +102,19 @@ def code_digests(section: str, settings: SupervisedSettings | PpoSettings) -> di
 def _user_files(settings: SupervisedSettings | PpoSettings) -> dict[str, tuple[str, str]]:
     """Setting -> (path, what should be there)."""
     if isinstance(settings, SupervisedSettings):
-        template = settings.text.chat_template
-        return {} if template is None else {"text.chat_template": (template, "Jinja file")}
+        return _template_file("text", settings.text)
     reward = settings.reward
     files = {f"reward.functions.{one.name}": (one.path, "Python file") for one in reward.functions}
+    if settings.ptx is not None:
+        files |= _template_file("ptx.text", settings.ptx.text)
     if reward.json_schema is not None:
         files["reward.json_schema.path"] = (reward.json_schema.path, "JSON schema")
     return files
+
+
+def _template_file(section: str, text: TextSettings) -> dict[str, tuple[str, str]]:
+    template = text.chat_template
+    return {} if template is None else {f"{section}.chat_template": (template, "Jinja file")}
 
 
 @contextmanager

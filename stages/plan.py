@@ -107,4 +107,6 @@ def _ppo_inputs(ppo: PpoSettings) -> dict[str, str]:
         inputs["reward"] = "rm"
     if ppo.needs_process_model:
         inputs["process"] = "prm"
+    if ppo.ptx is not None:
+        inputs["ptx"] = "data-sft"
     return inputs

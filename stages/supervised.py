@@ -1,6 +1,5 @@
 """What the supervised stages share: checks, tokens, a group of ranks, the training loop, the export, the loss plot."""
 
-import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from rlhf_core.training.capabilities import check_combination, check_model
 from rlhf_core.training.progress import check_resumable
 from stages.contract import check_length, described
 from stages.definition import StageContext, StageResult
-from stages.exporting import export_model
+from stages.exporting import adapter_facts, export_model
 from stages.inputs import check_unchanged, code_digests, fetch_hub_models, foreign_models
 from stages.tokens import Tokens, tokenise
 
@@ -67,7 +66,12 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     directory = model_directory(context)
     check_inputs(context, directory)
     check_combination(settings)
-    check_model(settings, AutoConfig.from_pretrained(directory))
+    check_model(
+        settings.trainer,
+        AutoConfig.from_pretrained(directory),
+        max_len=settings.max_len,
+        aux_loss_coef=settings.aux_loss_coef,
+    )
     check_resumable(context.store, context.stage, context.key, settings)
     tokens = tokenise(context, load_tokenizer(directory))
     cluster = context.run.cluster
@@ -89,7 +93,7 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
         {**tokens.counts, **measured, "first_loss": losses[0], "last_loss": losses[-1]},
         model={
             **facts,
-            **adapter_facts(settings, context.files / "model"),
+            **adapter_facts(settings.lora, context.files / "model"),
             "input_template": settings.text.input_template if settings.text.format == "template" else None,
             "model_class": model_class,
             "dtype": settings.dtype,
@@ -99,14 +103,6 @@ def train_supervised(context: StageContext, target: str, model_class: str) -> Tr
     )
     trained.plot("loss.png", f"{context.stage}: loss", {"loss": "loss"})
     return trained
-
-
-def adapter_facts(settings: SupervisedSettings, model: Path) -> dict[str, Any]:
-    """What the manifest says of an exported adapter: its rank and scale, and the digest of the model it belongs to."""
-    if settings.lora is None:
-        return {}
-    base = json.loads((model / "adapter" / "base.json").read_text(encoding="utf-8"))
-    return {"lora": {"rank": settings.lora.rank, "alpha": settings.lora.alpha, "base_digest": base["digest"]}}
 
 
 def model_directory(context: StageContext) -> Path:
@@ -133,7 +129,7 @@ def check_inputs(context: StageContext, directory: Path) -> None:
             if value is not None:
                 raise SettingsError(
                     f"{stage}.{setting} is {value}, and the data has no held-out rows to evaluate on; give the data "
-                    f"set an eval_path, eval_split or eval_share, or set {stage}.{setting} to null"
+                    f"set an eval_path, eval_hub, eval_split or eval_share, or set {stage}.{setting} to null"
                 )
     name = described("model", context.manifests["model"]) if settings.model is None else f"{stage}.model"
     check_length(f"{stage}.max_len", settings.max_len, name, directory)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.base import Settings
 from rlhf_core.config.pipeline import SECTION_DATA
+from rlhf_core.config.rl import PtxSettings
 from rlhf_core.config.supervised import PrmSettings, RmSettings, SupervisedSettings
 from stages.definition import StageContext
 
@@ -37,8 +38,10 @@ def tokenise(context: StageContext, tokenizer: Any) -> Tokens:
     settings: SupervisedSettings = context.settings
     context.events.phase("tokenising")
     encoder = Encoder(tokenizer, settings.text, settings.max_len)
+    (kind,) = SECTION_DATA[context.stage]
+    encode, own = _encoding(encoder, kind, settings)
     splits = [split for split, file in FILES.items() if file in context.manifests["data"].files]
-    cached = {split: _cached(context, encoder, split) for split in splits}
+    cached = {split: _cached(context, encoder, "data", kind, FILES[split], encode, own) for split in splits}
     counts: dict[str, int | float] = {}
     for split, (_, one) in cached.items():
         prefix = "" if split == "train" else f"{split}_"
@@ -55,20 +58,37 @@ def tokenise(context: StageContext, tokenizer: Any) -> Tokens:
     return Tokens({split: key for split, (key, _) in cached.items()}, counts, shown)
 
 
-def _cached(context: StageContext, encoder: "Encoder", split: str) -> "tuple[str, CachedTokens]":
+def tokenise_ptx(context: StageContext, tokenizer: Any) -> tuple[dict[str, str], dict[str, int | float]]:
+    """The rows of PPO-ptx, of the input `ptx`: their key in the store's token cache by split, and counts of them."""
+    from rlhf_core.data.encode import Encoder
+
+    ptx: PtxSettings | None = context.settings.ptx
+    if ptx is None:
+        return {}, {}
+    context.events.phase("tokenising")
+    encoder = Encoder(tokenizer, ptx.text, ptx.max_len)
+    key, cached = _cached(context, encoder, "ptx", "sft", FILES["train"], encoder.sft, {})
+    return {"ptx": key}, {f"ptx_{name}": figure for name, figure in cached.report.figures().items()}
+
+
+def _cached(
+    context: StageContext,
+    encoder: "Encoder",
+    source: str,
+    kind: str,
+    file: str,
+    encode: "Callable[[list[dict[str, Any]]], EncodedData]",
+    own: dict[str, Any],
+) -> "tuple[str, CachedTokens]":
+    """The rows of a file of the input `source`. own: what of the stage's settings their tokens depend on."""
     from rlhf_core.data.errors import TokenError
     from rlhf_core.data.rows import read_jsonl
     from rlhf_core.data.token_cache import cached_tokens, token_key
 
-    settings: SupervisedSettings = context.settings
-    (kind,), file = SECTION_DATA[context.stage], FILES[split]
-    encode, own = _encoding(encoder, kind, settings)
-    digest = context.manifests["data"].files[file]
-    key = token_key(
-        kind, digest, encoder.tokenizer, encoder.chat_template, settings.text, settings.max_len, settings=own
-    )
+    digest = context.manifests[source].files[file]
+    key = token_key(kind, digest, encoder.tokenizer, encoder.chat_template, encoder.text, encoder.max_len, settings=own)
     try:
-        path = context.inputs["data"] / file
+        path = context.inputs[source] / file
         return key, cached_tokens(context.store, key, context.scratch / "tokens", lambda: encode(read_jsonl(path)))
     except TokenError as error:
         raise TokenError(f"{context.stage}: data.{kind}, {file}: {error}") from None

@@ -135,6 +135,8 @@ class PipelineSettings(Settings):
                 f"{setting}, and there is no section prm that makes the process reward "
                 f"model; add it, or set the weight to 0"
             )
+        if ppo.ptx is not None and self.data.sft is None:
+            raise ValueError("ppo.ptx reads data.sft, and there is none; give it a path, or leave ppo.ptx out")
         return self
 
     @model_validator(mode="after")
@@ -151,10 +153,10 @@ class PipelineSettings(Settings):
         if self.rm is None or pairs is None or any(part.has_held_out for part in pairs.parts):
             return self
         generated = pairs.arithmetic is not None
-        wanted = "data.pairs.arithmetic.eval_rows" if generated else "data.pairs.eval_path, eval_split or eval_share"
+        wanted = "arithmetic.eval_rows" if generated else "eval_path, eval_hub, eval_split or eval_share"
         raise ValueError(
             "rm needs held-out rows of data.pairs, on which the reward model's accuracy and normalisation are "
-            f"measured; give {wanted}"
+            f"measured; give data.pairs.{wanted}"
         )
 
     @model_validator(mode="after")

@@ -6,9 +6,10 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.algorithm import AlgorithmSettings
 from rlhf_core.config.base import Neutral, Settings
-from rlhf_core.config.rewards import RewardSettings
+from rlhf_core.config.rewards import RewardSettings, SandboxSettings
 from rlhf_core.config.sampler import SamplerSettings
-from rlhf_core.config.training import Dtype, OptimizerSettings, TrainerSettings
+from rlhf_core.config.supervised import TextSettings
+from rlhf_core.config.training import Dtype, LoraSettings, OptimizerSettings, TrainerSettings
 
 
 class RolloutSettings(Settings):
@@ -37,8 +38,24 @@ class RolloutSettings(Settings):
         return self.prompts * self.samples_per_prompt
 
 
+class PtxSettings(Settings):
+    """PPO-ptx (Ouyang et al. 2022, eq. 2): every optimizer step of the policy also sees rows of `data.sft`."""
+
+    coef: float = Field(gt=0, description="Weight of their mean SFT loss beside the policy's.")
+    batch_size: int | None = Field(
+        default=None, gt=0, description="Rows an optimizer step sees, over all ranks; null: as many as trajectories."
+    )
+    max_len: int = Field(gt=0, description="Longest row, tokens.")
+    text: TextSettings = Field(default_factory=TextSettings, description="From rows to tokens.")
+
+
 class CriticSettings(Settings):
     optimizer: OptimizerSettings = Field(description="The critic's learning rate and schedule.")
+    lora: LoraSettings | None = Field(default=None, description="Train adapters of the critic, and its head whole.")
+    freeze: tuple[str, ...] = Field(
+        default=(), description="Regular expressions; the critic's parameters that one of them finds stay as they are."
+    )
+    aux_loss_coef: float = Field(default=0.0, ge=0, description="Weight of its experts' load-balancing loss.")
     init: Literal["rm", "policy"] | None = Field(
         default=None,
         description="Whose weights the critic starts from; null: the reward model's where reward.rm has weight, else "
@@ -48,10 +65,19 @@ class CriticSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Samples of each held-out prompt, beside the greedy one: pass@k for k = 1, 2, 4, ..., mean and majority."""
+    """The greedy response to each held-out prompt, and samples: pass@k for k = 1, 2, 4, ..., mean and majority."""
 
-    samples_per_prompt: int = Field(default=0, ge=0, description="How many; 0: the greedy response alone.")
-    temperature: float = Field(default=1.0, ge=0.01, description="Their temperature.")
+    samples_per_prompt: int = Field(
+        default=0, ge=0, description="Samples beside the greedy response; 0: that one alone."
+    )
+    temperature: float = Field(default=1.0, ge=0.01, description="Of the samples.")
+    verifier: Literal["exact", "math"] = Field(
+        default="exact", description="What says whether a response is right; math: math-verify, in the sandbox."
+    )
+    shown_prompts: Annotated[int, Neutral] = Field(
+        default=8, ge=0, description="Prompts whose greedy responses are kept of every evaluation."
+    )
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="Processes for `math`.")
 
     @property
     def ks(self) -> list[int]:
@@ -61,10 +87,11 @@ class EvaluationSettings(Settings):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what an evaluation measures."""
+        """Names of what an evaluation scores; with /<source> behind them, of the prompts of a source."""
         n = self.samples_per_prompt
+        math = ["math_match"] if self.verifier == "math" else []
         sampled = [f"mean@{n}", f"majority@{n}"] if n else []
-        return ("exact_match", *sampled, *(f"pass@{k}" for k in self.ks))
+        return ("exact_match", *math, *sampled, *(f"pass@{k}" for k in self.ks))
 
 
 class PpoSettings(Settings):
@@ -74,6 +101,16 @@ class PpoSettings(Settings):
         default="sft", description="The stage whose model is trained, and is the reference of the KL penalty."
     )
     optimizer: OptimizerSettings = Field(description="The policy's learning rate and schedule.")
+    lora: LoraSettings | None = Field(
+        default=None, description="Train adapters of the policy; the KL's reference is the policy without them."
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(), description="Regular expressions; the policy's parameters that one of them finds stay as they are."
+    )
+    aux_loss_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the load-balancing loss of the policy's experts."
+    )
+    ptx: PtxSettings | None = Field(default=None, description="PPO-ptx: SFT beside RL.")
     critic: CriticSettings | None = Field(default=None, description="The critic; for estimator gae alone.")
     rollout: RolloutSettings = Field(description="What is sampled.")
     reward: RewardSettings = Field(description="What is rewarded.")
@@ -96,7 +133,10 @@ class PpoSettings(Settings):
     sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
     trainer: TrainerSettings = Field(default_factory=TrainerSettings, description="Ranks, ZeRO, saving.")
     generate_timeout_s: Annotated[float, Neutral] = Field(
-        default=1800.0, gt=0, description="Longest wait for a rollout."
+        default=1800.0, gt=0, description="Longest wait for 8 x sampler.max_num_seqs responses."
+    )
+    dump_rollouts: Annotated[bool, Neutral] = Field(
+        default=False, description="Keep every rollout in the store, to train on them again with `rlhf replay`."
     )
 
     @property
@@ -105,6 +145,11 @@ class PpoSettings(Settings):
         if self.critic is None:
             return None
         return self.critic.init or ("rm" if self.reward.rm else "policy")
+
+    @property
+    def ptx_rows(self) -> int:
+        """Rows of PPO-ptx that an optimizer step of the policy sees; 0 without it."""
+        return 0 if self.ptx is None else self.ptx.batch_size or self.batch_size
 
     @property
     def warmup_steps(self) -> int:
@@ -154,8 +199,31 @@ class PpoSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _adapters(self) -> "PpoSettings":
+        kl = self.algorithm.kl
+        if self.lora is not None and kl.coef and kl.refresh_steps is not None:
+            raise ValueError(
+                f"algorithm.kl.refresh_steps {kl.refresh_steps} makes the policy its reference, and with lora that is "
+                "the policy without its adapters; leave one of them out"
+            )
+        for name, lora in (("lora", self.lora), ("critic.lora", self.critic.lora if self.critic is not None else None)):
+            if lora is None:
+                continue
+            if lora.load_in_4bit:
+                raise ValueError(
+                    f"{name}.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each "
+                    "step; set it to false"
+                )
+            if self.trainer.tensor_parallel > 1:
+                raise ValueError(
+                    f"{name} with trainer.tensor_parallel {self.trainer.tensor_parallel}: DeepSpeed would divide "
+                    "adapters as well; use trainer.zero_stage 3, which divides all weights"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _best(self) -> "PpoSettings":
-        if self.best_metric is not None and self.best_metric not in self.evaluation.metrics:
+        if self.best_metric is not None and self.best_metric.partition("/")[0] not in self.evaluation.metrics:
             raise ValueError(f"best_metric {self.best_metric!r} is none of {', '.join(self.evaluation.metrics)}")
         if self.best_metric is not None and self.trainer.save_steps is None:
             raise ValueError(
@@ -166,13 +234,15 @@ class PpoSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    """Greedy exact match on the held-out prompts, for each policy of the pipeline."""
+    """What each policy of the pipeline answers to the held-out prompts."""
 
     max_new_tokens: int = Field(gt=0, description="Longest response, tokens.")
     max_prompt_len: int = Field(gt=0, description="Longest prompt, tokens.")
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings, description="What is measured.")
+    seed: int = Field(default=0, ge=0, description="Of the samples.")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings, description="The vLLM engine.")
     generate_timeout_s: Annotated[float, Neutral] = Field(
-        default=1800.0, gt=0, description="Longest wait for the samples."
+        default=1800.0, gt=0, description="Longest wait for 8 x sampler.max_num_seqs responses."
     )
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ Legend: A (rank, in) and B (out, rank) are an adapter's matrices; it adds scalin
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -115,6 +116,22 @@ def lora_config(lm: PreTrainedModel) -> LoraConfig | None:
     """The configuration of the adapters in `lm`; None where it has none."""
     configs: dict[str, Any] = getattr(lm, "peft_config", {})  # an attribute that peft adds
     return configs.get(ADAPTER)
+
+
+@contextmanager
+def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
+    """Forward passes are those of the model without its adapters, a head that is trained whole excepted.
+
+    Adapters are scaled by 0 and not left out: ZeRO-3 expects the modules of one pass in the next.
+    """
+    layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.set_scale(ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 1.0)
 
 
 # -- names and tensors ------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ def check_combination(settings: Any) -> None:
     tensor, sequence = trainer.tensor_parallel, trainer.sequence_parallel
     shared = tensor * sequence > 1
     low = settings.dtype != "float32"
+    critic = _field(settings, "critic")
+    trained = [settings] if critic is None else [settings, critic]
     faults = {
         f"trainer.ranks {trainer.ranks} is no multiple of tensor_parallel {tensor} x sequence_parallel {sequence}": (
             trainer.ranks % (tensor * sequence) > 0
@@ -56,10 +58,10 @@ def check_combination(settings: Any) -> None:
             trainer.attention == "flash_attention_2" and not low
         ),
         "optimizer.name muon wants whole matrices on each rank; set tensor_parallel and sequence_parallel to 1": (
-            settings.optimizer.name == "muon" and shared
+            shared and any(one.optimizer.name == "muon" for one in trained)
         ),
         "aux_loss_coef with sequence_parallel: each rank's router sees a part of the tokens; leave one of them out": (
-            sequence > 1 and _field(settings, "aux_loss_coef") not in (None, 0.0)
+            sequence > 1 and any(one.aux_loss_coef for one in trained)
         ),
         f"trainer.zpg {trainer.zpg} is a second partition of ZeRO-3, and zero_stage is {trainer.zero_stage}": (
             trainer.zpg > 1 and trainer.zero_stage != 3
@@ -90,21 +92,24 @@ def check_plain_ranks(trainer: TrainerSettings, stage: str) -> None:
             raise SettingsError(f"{stage}.trainer.{name} {given} is for supervised stages; set it to {plain}".lower())
 
 
-def check_model(settings: Any, config: Any) -> None:
-    """Raises SettingsError for what a supervised stage asks of a model that this Hugging Face configuration lacks."""
-    check_heads(settings.trainer, config)
+def check_model(trainer: TrainerSettings, config: Any, *, max_len: int, aux_loss_coef: float = 0.0) -> None:
+    """Raises SettingsError for what a stage asks of a model that this Hugging Face configuration lacks.
+
+    max_len: longest sequence, tokens.
+    """
+    check_heads(trainer, config)
     text = config.get_text_config()
     values = text.to_dict()
     # Of a hybrid family's models some have no experts, with the count of 0.
     experts = values.get("num_local_experts", values.get("num_experts", 1))
     routed = "output_router_logits" in values and values.get("num_experts_per_tok") and experts
-    if settings.aux_loss_coef and not routed:
+    if aux_loss_coef and not routed:
         raise SettingsError(
-            f"aux_loss_coef {settings.aux_loss_coef} balances the load of experts, and the model of type "
+            f"aux_loss_coef {aux_loss_coef} balances the load of experts, and the model of type "
             f"{text.model_type} has none that are known here; leave aux_loss_coef out"
         )
-    if settings.trainer.sequence_parallel > 1:
-        _check_reach(settings, text, values)
+    if trainer.sequence_parallel > 1:
+        _check_reach(trainer, max_len, text, values)
 
 
 # Kinds of layers that Ulysses serves, which exchange columns or see one token: the field that says how far they reach.
@@ -117,9 +122,9 @@ _REACH = {
 }
 
 
-def _check_reach(settings: Any, text: Any, values: dict[str, Any]) -> None:
+def _check_reach(trainer: TrainerSettings, max_len: int, text: Any, values: dict[str, Any]) -> None:
     """Of sequence-parallel ranks: layers that do not exchange columns, and windows that sdpa forgets without a mask."""
-    size, attention = settings.trainer.sequence_parallel, settings.trainer.attention
+    size, attention = trainer.sequence_parallel, trainer.attention
     default = "sliding_attention" if values.get("use_sliding_window", True) else "full_attention"
     # Of some hybrid families a property, which is not among the values.
     kinds = sorted(set(getattr(text, "layer_types", None) or [default]))
@@ -131,10 +136,10 @@ def _check_reach(settings: Any, text: Any, values: dict[str, Any]) -> None:
         )
     for field in filter(None, map(_REACH.get, kinds)):
         reach = values.get(field)
-        if attention == "sdpa" and reach is not None and reach < settings.max_len:
+        if attention == "sdpa" and reach is not None and reach < max_len:
             raise SettingsError(
                 f"trainer.sequence_parallel {size} with attention sdpa forgets the model's {field} {reach}, which is "
-                f"below max_len {settings.max_len}; use attention flash_attention_2, or sequence_parallel 1"
+                f"below max_len {max_len}; use attention flash_attention_2, or sequence_parallel 1"
             )
 
 
@@ -164,10 +169,9 @@ def _allowed(heads: int, kv_heads: int, *, both: bool) -> str:
 
 
 def _field(settings: Any, name: str) -> Any:
-    """A field that the supervised stages have and PPO lacks."""
+    """A field that not all trained stages have."""
     return getattr(settings, name) if name in type(settings).model_fields else None
 
 
 def _in_4bit(settings: Any) -> bool:
-    lora = _field(settings, "lora")
-    return lora is not None and lora.load_in_4bit
+    return settings.lora is not None and settings.lora.load_in_4bit

@@ -1,6 +1,7 @@
 """RL's trainer, one rank of it: policy, critic, reference and reward models in one process. rl_loop.py drives them."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +19,31 @@ from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder, chunks
 from rlhf_core.data.layout import MicroBatch, make_batch
 from rlhf_core.data.samples import Item, Sample
-from rlhf_core.models.policy import load_policy
-from rlhf_core.models.process_scorer import ProcessScorer, load_process_scorer
-from rlhf_core.models.scorer import Scorer, load_scorer
-from rlhf_core.models.tokenizer import load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
+from rlhf_core.data.token_cache import TokenTable
+from rlhf_core.models.export import ADAPTER_DIRECTORY, BaseName
+from rlhf_core.models.lora import adapters_off
+from rlhf_core.models.tokenizer import GENERATION, load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 from rlhf_core.rollout.step_scores import judged_ids
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.rollout.weight_transfer import BUCKET_BYTES, TransferWriter
 from rlhf_core.training.batch_views import model_inputs
-from rlhf_core.training.engine import TORCH_DTYPE, StepResult, TrainEngine, gathered, means
+from rlhf_core.training.engine import StepResult, TrainEngine, gathered, means
 from rlhf_core.training.experience import Graded, Judgement, Scored, build_experience, trajectory_kl
-from rlhf_core.training.objective import Batch
+from rlhf_core.training.mesh import mesh_of
+from rlhf_core.training.objective import Batch, Objective
+from rlhf_core.training.objectives_aux import AuxLossObjective
 from rlhf_core.training.parameters import bare_name
 from rlhf_core.training.rank import Job, TrainerRank
-from rlhf_core.training.rl_batches import by_item, experience_batches, rollout_layout, trajectory_item
-from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective
+from rlhf_core.training.rl_batches import (
+    by_item,
+    experience_batches,
+    ptx_batches,
+    ptx_layout,
+    rollout_layout,
+    trajectory_item,
+)
+from rlhf_core.training.rl_models import RlModels
+from rlhf_core.training.rl_objectives import PolicyObjective, PtxObjective, ValueObjective
 from rlhf_core.training.rl_state import RlState
 
 _REFERENCE = "reference.safetensors"
@@ -44,6 +55,7 @@ class RlTrainer(TrainerRank):
     def __init__(self, rank: int, ranks: int, job: Job):
         super().__init__(rank, ranks, job)
         self.settings: PpoSettings = job.settings
+        self.mesh = mesh_of(self.settings.trainer, rank)
         self.layout = rollout_layout(self.settings)
 
     def load(self) -> None:
@@ -53,26 +65,26 @@ class RlTrainer(TrainerRank):
         torch.manual_seed(settings.seed + self.rank)
         policy_dir = job.input_path("policy") / "model"
         self.tokenizer = load_tokenizer(policy_dir)
-        updates = settings.epochs * settings.rollout.trajectories // settings.batch_size
-        self.policy = self._engine(
-            lambda: self._policy_module(policy_dir),
-            settings.optimizer,
-            updates * (settings.steps - settings.warmup_steps),
-            ema_decay=settings.ema_decay,
-        )
+        models = RlModels(settings, self.tokenizer.pad_token_id)
+        self.policy = models.policy(policy_dir)
         self.critic: TrainEngine | None = None
         if settings.critic is not None:
             critic_dir = job.input_path("reward") / "model" if settings.critic_init == "rm" else policy_dir
-            self.critic = self._engine(
-                lambda: self._critic_module(critic_dir), settings.critic.optimizer, updates * settings.steps
-            )
+            self.critic = models.critic(critic_dir)
+        # With adapters the policy's own frozen weights are the reference.
         self.reference: TrainEngine | None = None
-        if settings.algorithm.kl.coef:
-            self.reference = self._engine(lambda: self._policy_module(policy_dir), None, 0)
-        self.reward = self._frozen("reward", self._scorer_module)
-        self.process = self._frozen("process", self._process_module)
+        if settings.algorithm.kl.coef and settings.lora is None:
+            self.reference = models.reference(policy_dir)
+        self.reward = self._frozen("reward", models.reward)
+        self.process = self._frozen("process", models.process)
         self.state = RlState(settings.algorithm.kl.coef)
-        self.value_objective = ValueObjective(settings.algorithm)
+        self.value_objective = self._with_aux(
+            ValueObjective(settings.algorithm), settings.critic.aux_loss_coef if settings.critic is not None else 0.0
+        )
+        self.ptx_rows: TokenTable | None = None
+        if settings.ptx is not None:
+            self.ptx_rows = job.token_tables()["ptx"]
+            self.ptx_order = SampleOrder(len(self.ptx_rows), settings.seed)
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
@@ -98,8 +110,8 @@ class RlTrainer(TrainerRank):
             inputs = model_inputs(batch)
             logprobs, entropy = self.policy.infer(**inputs, temperature=temperature, entropy=True).cpu()
             reference = values = None
-            if self.reference is not None:
-                reference = by_item(self.reference.infer(**inputs, temperature=temperature).cpu(), batch)
+            if self.settings.algorithm.kl.coef:
+                reference = by_item(self._reference_logprobs(**inputs, temperature=temperature), batch)
             if self.critic is not None:
                 values = by_item(self.critic.infer(**inputs).cpu(), batch)
             both = zip(by_item(logprobs, batch), by_item(entropy, batch), strict=True)
@@ -119,6 +131,13 @@ class RlTrainer(TrainerRank):
                     final_value=0.0 if values is None else float(values[at][-1]),
                 )
         return [found[number] for number in sorted(found)]
+
+    def _reference_logprobs(self, **inputs: Any) -> Tensor:
+        """(R, L), of a model of its own or of the policy without its adapters."""
+        if self.reference is not None:
+            return self.reference.infer(**inputs).cpu()
+        with adapters_off(self.policy.module.lm):
+            return self.policy.infer(**inputs).cpu()
 
     def _batch(self, items: Sequence[Item], micro: MicroBatch) -> Batch:
         return make_batch(items, micro, self.layout, self.tokenizer.pad_token_id)
@@ -165,23 +184,47 @@ class RlTrainer(TrainerRank):
         self.state = replace(self.state, rewards=self.state.rewards.updated([one.reward for one in graded]))
         new_tokens = settings.rollout.max_new_tokens
         experience = build_experience(scored, graded, algorithm, self.state, new_tokens)
-        temperature = settings.rollout.temperature
-        policy_objective = PolicyObjective(algorithm, temperature, self.state.kl_coef, new_tokens)
+        policy_objective = self._policy_objective()
         order = SampleOrder(len(scored), _order_seed(settings.seed, step))
         results: dict[str, list[StepResult]] = {"critic": [], "policy": []}
         for epoch in range(settings.epochs):
             for ids in chunks(order.ids(epoch * len(scored), len(scored)), settings.batch_size):
                 pad = self.tokenizer.pad_token_id
-                batches = experience_batches(experience, ids, self.layout, self.rank, pad)
+                batches = experience_batches(experience, ids, self.layout, self.mesh.data_rank, pad)
                 if self.critic is not None:
                     results["critic"].append(self.critic.step(batches, self.value_objective))
                 if step > settings.warmup_steps:
-                    results["policy"].append(self.policy.step(batches, policy_objective))
+                    results["policy"].append(self.policy.step([*batches, *self._next_ptx()], policy_objective))
         summary = {**experience.metrics, "kl/coef": self.state.kl_coef}
         for role, steps in results.items():
             summary |= {f"{role}/{name}": value for name, value in over_steps(steps).items()}
         self._after(step, scored)
         return summary
+
+    def _policy_objective(self) -> Objective:
+        """With the KL coefficient as it is now."""
+        settings = self.settings
+        rollout = settings.rollout
+        objective: Objective = PolicyObjective(
+            settings.algorithm, rollout.temperature, self.state.kl_coef, rollout.max_new_tokens
+        )
+        if settings.ptx is not None:
+            objective = PtxObjective(objective, settings.ptx.coef)
+        return self._with_aux(objective, settings.aux_loss_coef)
+
+    def _with_aux(self, objective: Objective, coef: float) -> Objective:
+        return AuxLossObjective(objective, coef) if coef else objective
+
+    def _next_ptx(self) -> list[Batch]:
+        """This rank's micro-batches of the next rows of PPO-ptx; none without it."""
+        settings, table = self.settings, self.ptx_rows
+        if settings.ptx is None or table is None:
+            return []
+        position, count = self.state.ptx_position, settings.ptx_rows
+        items = [table.item(number) for number in self.ptx_order.ids(position, count)]
+        self.state = replace(self.state, ptx_position=position + count)
+        layout = ptx_layout(settings, settings.ptx.max_len)
+        return ptx_batches(items, layout, self.mesh.data_rank, self.tokenizer.pad_token_id)
 
     def _after(self, step: int, scored: Sequence[Scored]) -> None:
         """Moves the KL coefficient and the reference, where that is set."""
@@ -207,12 +250,18 @@ class RlTrainer(TrainerRank):
         return str(writer.finish().path) if writer is not None else None
 
     def export(self, directory: str) -> dict[str, Any]:
-        """The policy and its tokenizer in Hugging Face layout, by rank 0. Returns the tokenizer's facts."""
-        self.policy.export(directory)
+        """The policy, merged, and its tokenizer in Hugging Face layout, by rank 0; its adapter below. Returns the
+        tokenizer's facts."""
+        manifest = self.job.manifests["policy"]
+        self.policy.export(directory, BaseName(f"{manifest.stage}/{manifest.key}"))
         stops = stop_token_ids(self.job.input_path("policy") / "model", self.tokenizer)
         if self.rank == 0:
             self.tokenizer.save_pretrained(directory)
             write_stop_token_ids(directory, stops)
+            if self.settings.lora is not None:
+                adapter = Path(directory) / ADAPTER_DIRECTORY
+                self.tokenizer.save_pretrained(adapter)
+                shutil.copy(Path(directory) / GENERATION, adapter)
         return {**tokenizer_facts(self.tokenizer), "stop_token_ids": list(stops)}
 
     def _save(self, directory: Path) -> None:
@@ -223,6 +272,8 @@ class RlTrainer(TrainerRank):
             weights = {name: tensor.clone() for name, tensor in self.reference.full_parameters() if self.rank == 0}
             if self.rank == 0:
                 save_file(weights, directory / _REFERENCE)
+        if self.settings.trainer.save_hf:
+            self.export(str(directory / "hf"))
         if self.rank == 0:
             self.state.save(directory)
 
@@ -234,49 +285,11 @@ class RlTrainer(TrainerRank):
         if self.reference is not None and self.state.reference_step:
             _copy_into(self.reference, load_file(directory / _REFERENCE).items())
 
-    def _engine(
-        self, build: Callable[[], torch.nn.Module], optimizer: Any, total_steps: int, ema_decay: float | None = None
-    ) -> TrainEngine:
-        return TrainEngine(
-            build,
-            dtype=self.settings.dtype,
-            trainer=self.settings.trainer,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            ema_decay=ema_decay,
-        )
-
-    def _frozen(self, name: str, module: Callable[[Path], torch.nn.Module]) -> TrainEngine | None:
+    def _frozen(self, name: str, make: Callable[[Path], TrainEngine]) -> TrainEngine | None:
         """An engine of the input artifact's model that is not trained; None where the job has no such input."""
         if name not in self.job.manifests:
             return None
-        directory = self.job.input_path(name) / "model"
-        return self._engine(lambda: module(directory), None, 0)
-
-    def _process_module(self, directory: Path) -> ProcessScorer:
-        attention = self.settings.trainer.attention
-        return load_process_scorer(
-            str(directory), tokens=None, dtype=TORCH_DTYPE[self.settings.dtype], attention=attention
-        )
-
-    def _policy_module(self, directory: Path) -> torch.nn.Module:
-        attention = self.settings.trainer.attention
-        return load_policy(str(directory), dtype=TORCH_DTYPE[self.settings.dtype], attention=attention)
-
-    def _scorer_module(self, directory: Path) -> Scorer:
-        return load_scorer(
-            str(directory),
-            dtype=TORCH_DTYPE[self.settings.dtype],
-            attention=self.settings.trainer.attention,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-
-    def _critic_module(self, directory: Path) -> Scorer:
-        """A head of zeros: values start at 0, whatever scale the reward model's scores have."""
-        scorer = self._scorer_module(directory)
-        with gathered([scorer.head.weight], self.settings.trainer.zero_stage, modifier_rank=0), torch.no_grad():
-            scorer.head.weight.zero_()
-        return scorer
+        return make(self.job.input_path(name) / "model")
 
 
 def over_steps(steps: Sequence[StepResult]) -> dict[str, float]:

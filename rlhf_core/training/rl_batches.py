@@ -9,16 +9,28 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.rl import PpoSettings
+from rlhf_core.config.training import TrainerSettings
 from rlhf_core.data.layout import Layout, MicroBatch, make_batch, plan_step
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.training.experience import Experience
+from rlhf_core.training.mesh import mesh_of
 from rlhf_core.training.objective import Batch
+from rlhf_core.training.rl_objectives import PTX
 
 
 def rollout_layout(settings: PpoSettings) -> Layout:
     """No trajectory is longer than what the sampler's model takes."""
-    trainer = settings.trainer
-    return Layout(trainer.ranks, trainer.micro_batch_size, trainer.packing, settings.sampler.max_model_len)
+    return _layout(settings.trainer, settings.sampler.max_model_len)
+
+
+def ptx_layout(settings: PpoSettings, max_len: int) -> Layout:
+    """Of rows of at most max_len tokens."""
+    return _layout(settings.trainer, max_len)
+
+
+def _layout(trainer: TrainerSettings, capacity: int) -> Layout:
+    ranks, multiple = mesh_of(trainer, 0).data_ranks, trainer.sequence_parallel
+    return Layout(ranks, trainer.micro_batch_size, trainer.packing, capacity, multiple)
 
 
 @dataclass(frozen=True)
@@ -33,14 +45,14 @@ class Share:
     micro_batches: list[MicroBatch]
 
 
-def shares(lengths: Sequence[int], layout: Layout) -> list[Share]:
-    """Each rank's part of trajectories of `lengths` tokens."""
+def shares(lengths: Sequence[int], layout: Layout, peers: int = 1) -> list[Share]:
+    """Each rank's part of trajectories of `lengths` tokens; so many `peers`, consecutive ranks, have the same one."""
     made = []
     for plan in plan_step(lengths, layout):
         numbers = [number for micro in plan for row in micro for number in row]
         place = {number: at for at, number in enumerate(numbers)}
         made.append(Share(numbers or [0], [[[place[number] for number in row] for row in micro] for micro in plan]))
-    return made
+    return [share for share in made for _ in range(peers)]
 
 
 def trajectory_item(prompt_ids: np.ndarray, response_ids: np.ndarray, action_mask: np.ndarray) -> Item:
@@ -63,6 +75,12 @@ def experience_batches(
     ]
     plan = plan_step([item.tokens for item in items], layout)[rank]
     return [_experience_batch(experience, numbers, items, micro, layout, pad_token_id) for micro in plan]
+
+
+def ptx_batches(items: Sequence[Item], layout: Layout, rank: int, pad_token_id: int) -> list[Batch]:
+    """A rank's micro-batches of the SFT rows of an optimizer step, marked for `PtxObjective`."""
+    plan = plan_step([item.tokens for item in items], layout)[rank]
+    return [{**make_batch(items, micro, layout, pad_token_id), PTX: torch.ones(())} for micro in plan]
 
 
 def _experience_batch(

@@ -1,6 +1,6 @@
 """RL's objectives: blind to how advantages were made. Legend: R rows, L columns, M trajectories; rl_batches.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from rlhf_core.algorithms.policy_loss import (
 from rlhf_core.algorithms.value_loss import value_loss
 from rlhf_core.config.algorithm import AlgorithmSettings
 from rlhf_core.training.batch_views import model_inputs, real_weights
-from rlhf_core.training.objective import Batch, LossParts, Metrics, Term
+from rlhf_core.training.objective import Batch, LossParts, Metrics, Objective, Term
+from rlhf_core.training.objectives_sft import SftObjective
+
+PTX = "ptx"  # in a batch of SFT rows, which distinguishes it from one of trajectories
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,30 @@ class ValueObjective:
             {"value": Term(masked_sum(losses, mask))},
             {"value_clipped": (masked_sum(clipped.float(), mask), tokens)},
         )
+
+
+@dataclass(frozen=True)
+class PtxObjective:
+    """`objective` on trajectories, plus coef * the mean SFT loss of the rows in batches that have PTX (Ouyang et al.
+    2022, eq. 2). Both are means over the optimizer step, each over what it counts itself."""
+
+    objective: Objective
+    coef: float
+
+    def denominators(self, batch: Batch) -> dict[str, float]:
+        if PTX not in batch:
+            return self.objective.denominators(batch)
+        return {PTX: SftObjective().denominators(batch)["nll"]}
+
+    def forward_inputs(self, batch: Batch) -> dict[str, Tensor | float]:
+        """Of SFT rows at temperature 1, whatever that of sampling."""
+        return (self.objective if PTX not in batch else SftObjective()).forward_inputs(batch)
+
+    def loss(self, batch: Batch, outputs: Tensor) -> LossParts:
+        if PTX not in batch:
+            return self.objective.loss(batch, outputs)
+        parts = SftObjective().loss(batch, outputs)
+        return LossParts({PTX: replace(parts.terms["nll"], weight=self.coef)}, {"ptx_loss": parts.metrics["nll"]})
 
 
 def state_values(scores_RL: Tensor) -> Tensor:

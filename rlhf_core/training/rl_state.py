@@ -14,12 +14,14 @@ class RlState:
     """The same on every rank: each computes it from the whole rollout.
 
     rewards: of all rollouts so far, before shaping. reference_step: the rollout after which the reference became the
-    policy; 0 while it is the one that training started from.
+    policy; 0 while it is the one that training started from. ptx_position: rows of PPO-ptx so far, the position in
+    their order.
     """
 
     kl_coef: float
     rewards: RunningMoments = field(default_factory=RunningMoments)
     reference_step: int = 0
+    ptx_position: int = 0
 
     def save(self, directory: Path) -> None:
         (directory / _FILE).write_text(json.dumps(asdict(self)))
@@ -27,4 +29,4 @@ class RlState:
     @classmethod
     def load(cls, directory: Path) -> "RlState":
         values = json.loads((directory / _FILE).read_text())
-        return cls(values["kl_coef"], RunningMoments(**values["rewards"]), values["reference_step"])
+        return cls(**{**values, "rewards": RunningMoments(**values["rewards"])})

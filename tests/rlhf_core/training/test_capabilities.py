@@ -37,6 +37,10 @@ def settings_of(optimizer: str = "adamw", lora: dict[str, Any] | None = None, **
     )
 
 
+def checked(settings: SftSettings, config: Any) -> None:
+    check_model(settings.trainer, config, max_len=settings.max_len, aux_loss_coef=settings.aux_loss_coef)
+
+
 NEEDS_GPU = [
     ({"dtype": "float16"}, "dtype float16", "dtype bfloat16"),
     ({"attention": "flash_attention_2"}, "trainer.attention flash_attention_2", "trainer.attention sdpa"),
@@ -158,15 +162,15 @@ def test_sequence_parallel_ranks_see_what_the_model_sees(
     from transformers import AutoConfig
 
     made = AutoConfig.for_model(model_type, **config)
-    check_model(settings_of(), made)
+    checked(settings_of(), made)
     shared = settings_of(ranks=2, sequence_parallel=2)
     if message is None:
-        check_model(shared, made)
+        checked(shared, made)
         return
     with pytest.raises(SettingsError, match=message):
-        check_model(shared, made)
+        checked(shared, made)
     if "sdpa" in message:
-        check_model(settings_of(ranks=2, sequence_parallel=2, attention="flash_attention_2"), made)
+        checked(settings_of(ranks=2, sequence_parallel=2, attention="flash_attention_2"), made)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +188,12 @@ def test_balancing_the_load_of_experts_wants_experts(model_type: str, config: di
     from transformers import AutoConfig
 
     made = AutoConfig.for_model(model_type, **config)
-    check_model(settings_of(), made)
+    checked(settings_of(), made)
     if routed:
-        check_model(settings_of(aux_loss_coef=0.5), made)
+        checked(settings_of(aux_loss_coef=0.5), made)
         return
     with pytest.raises(SettingsError, match=f"aux_loss_coef 0.5 .* of type {model_type} has none"):
-        check_model(settings_of(aux_loss_coef=0.5), made)
+        checked(settings_of(aux_loss_coef=0.5), made)
 
 
 def test_ppo_takes_plain_ranks_alone() -> None:
