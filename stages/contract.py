@@ -74,7 +74,7 @@ def check_held_out(stage: str, dataset: str, data: Manifest) -> None:
     if not data.metrics.get("eval_rows"):
         raise ContractError(
             f"{described(f'data.{dataset}', data)} has no held-out rows, and {stage} is measured on them; give "
-            f"data.{dataset} an eval_path, eval_split or eval_share or, when generated, eval_rows"
+            f"data.{dataset} an eval_path, eval_hub, eval_split or eval_share or, when generated, eval_rows"
         )
 
 

@@ -47,8 +47,14 @@ class SourceFields(Settings):
         default=None, description="Split to train on where the source has several; null: train, or the only one."
     )
     eval_path: Annotated[str | None, Neutral] = Field(default=None, description="File or folder with held-out rows.")
+    eval_hub: str | None = Field(default=None, description="Data set on the Hugging Face hub with held-out rows.")
+    eval_revision: Annotated[str | None, Neutral] = Field(
+        default=None, description="Branch, tag or commit of eval_hub; the commit it stands for is in the key."
+    )
+    eval_subset: str | None = Field(default=None, description="Configuration of eval_hub.")
     eval_split: str | None = Field(
-        default=None, description="Split with held-out rows: of eval_path where it is given, else of the same source."
+        default=None,
+        description="Split with held-out rows: of eval_path or eval_hub where one is given, else of the same source.",
     )
     eval_share: float | None = Field(
         default=None,
@@ -68,13 +74,22 @@ class SourceFields(Settings):
     @property
     def has_held_out(self) -> bool:
         generated = self.arithmetic is not None and self.arithmetic.eval_rows > 0
-        return generated or any((self.eval_path, self.eval_split, self.eval_share))
+        return generated or any((self.eval_path, self.eval_hub, self.eval_split, self.eval_share))
 
     @property
     def name(self) -> str:
         """What a message or report calls this source."""
-        subset = f" ({self.subset})" if self.subset else ""
-        return self.path or (f"{self.hub}{subset}" if self.hub else "arithmetic")
+        return self.path or (_hub_name(self.hub, self.subset) if self.hub else "arithmetic")
+
+    @property
+    def eval_name(self) -> str:
+        """The same of where its held-out rows come from, if not a share of the others."""
+        other = self.eval_path or (_hub_name(self.eval_hub, self.eval_subset) if self.eval_hub else self.name)
+        return f"{other} ({self.eval_split})" if self.eval_split else other
+
+
+def _hub_name(name: str, subset: str | None) -> str:
+    return f"{name} ({subset})" if subset else name
 
 
 class Source(SourceFields):
@@ -126,7 +141,17 @@ class DataSource(SourceFields):
         return [(f"sources.{n}." if self.sources else "", part) for n, part in enumerate(self.parts)]
 
 
-_OF_FILES = ("split", "eval_path", "eval_split", "eval_share", "columns", "shape", "step_marker", "max_samples")
+_OF_FILES = (
+    "split",
+    "eval_path",
+    "eval_hub",
+    "eval_split",
+    "eval_share",
+    "columns",
+    "shape",
+    "step_marker",
+    "max_samples",
+)
 
 
 def _given(source: SourceFields) -> list[str]:
@@ -145,8 +170,14 @@ def _check_source(source: SourceFields) -> None:
         raise ValueError(f"{_quoted(read)} belongs to `path` and `hub`; use `rows` and `eval_rows` with `arithmetic`")
     if source.hub is None and (source.revision or source.subset):
         raise ValueError("`revision` and `subset` belong to `hub`")
-    if source.eval_share is not None and (source.eval_path or source.eval_split):
-        raise ValueError("give `eval_share`, or `eval_path` and `eval_split`: held-out rows come from one place")
+    if source.eval_hub is None and (source.eval_revision or source.eval_subset):
+        raise ValueError("`eval_revision` and `eval_subset` belong to `eval_hub`")
+    other = source.eval_path or source.eval_hub
+    if (source.eval_share is not None and (other or source.eval_split)) or (source.eval_path and source.eval_hub):
+        raise ValueError(
+            "give one of `eval_share`, `eval_path` and `eval_hub`, the last two with or without `eval_split`: held-out "
+            "rows come from one place"
+        )
     if _holds_out_itself(source):
         raise ValueError(
             f"the held-out rows are the training rows: `split` and `eval_split` both mean {source.split or 'train'} of "
@@ -156,9 +187,17 @@ def _check_source(source: SourceFields) -> None:
 
 def _holds_out_itself(source: SourceFields) -> bool:
     """Whether the held-out rows are those of the training split; where there are several, none given means train."""
-    held_out = source.eval_path is not None or source.eval_split is not None
-    same_place = source.eval_path in (None, source.path)
-    return held_out and same_place and (source.split or "train") == (source.eval_split or "train")
+    if source.eval_path is not None:
+        same_place, asked = source.eval_path == source.path, True
+    elif source.eval_hub is not None:
+        places = (
+            (source.hub, source.revision, source.subset),
+            (source.eval_hub, source.eval_revision, source.eval_subset),
+        )
+        same_place, asked = places[0] == places[1], True
+    else:
+        same_place, asked = True, source.eval_split is not None
+    return asked and same_place and (source.split or "train") == (source.eval_split or "train")
 
 
 def _quoted(names: list[str]) -> str:

@@ -104,9 +104,8 @@ def _load_source(kind: DatasetKind, data: DataSource, source: SourceFields) -> L
         rows, held_out_rows = _share_held_out(train, source.eval_share)
         return LoadedSource(train, None, rows, held_out_rows)
     held_out = None
-    if source.eval_path is not None or source.eval_split is not None:
-        name = source.eval_path or source.name
-        where = f"{name} ({source.eval_split})" if source.eval_split else name
+    if source.has_held_out:
+        where = source.eval_name
         raw_held_out = _read_held_out(source)
         if raw_held_out == raw:  # a copy, a loader that ignores `split`; equal names the settings model refuses
             raise DataError(
@@ -119,6 +118,8 @@ def _load_source(kind: DatasetKind, data: DataSource, source: SourceFields) -> L
 def _read_held_out(source: SourceFields) -> list[Row]:
     if source.eval_path is not None:
         return read_path(source.eval_path, source.eval_split)
+    if source.eval_hub is not None:
+        return read_hub(source.eval_hub, source.eval_revision, source.eval_subset, source.eval_split)
     return _read_split(source, source.eval_split)
 
 

@@ -19,8 +19,14 @@ TWO = [{"path": "a.jsonl", "probability": 0.25}, {"hub": "org/name", "probabilit
         ({"path": "a", "probability": 0.5}, "data.sft.probability: unknown setting"),
         ({"arithmetic": {"rows": 3}, "max_samples": 2, "split": "x"}, "`split`, `max_samples` belongs to `path` and `"),
         ({"path": "a", "revision": "main"}, "`revision` and `subset` belong to `hub`"),
-        ({"path": "a", "eval_path": "b", "eval_share": 0.1}, "give `eval_share`, or `eval_path` and `eval_split`"),
-        ({"path": "a", "eval_split": "b", "eval_share": 0.1}, "give `eval_share`, or `eval_path` and `eval_split`"),
+        ({"path": "a", "eval_path": "b", "eval_share": 0.1}, "give one of `eval_share`, `eval_path` and `eval_hub`"),
+        ({"path": "a", "eval_split": "b", "eval_share": 0.1}, "give one of `eval_share`, `eval_path` and `eval_hub`"),
+        ({"path": "a", "eval_path": "b", "eval_hub": "c/d"}, "`eval_hub`, the last two with or without `eval_split`: "),
+        ({"path": "a", "eval_hub": "c/d", "eval_share": 0.1}, "give one of `eval_share`, `eval_path` and `eval_hub`"),
+        ({"hub": "b/c", "eval_subset": "d"}, "`eval_revision` and `eval_subset` belong to `eval_hub`"),
+        ({"path": "a", "eval_path": "b", "eval_revision": "d"}, "`eval_revision` and `eval_subset` belong to `eval_h"),
+        ({"hub": "b/c", "eval_hub": "b/c"}, "`split` and `eval_split` both mean train of b/c; give two splits or fil"),
+        ({"arithmetic": {"rows": 3}, "eval_hub": "b/c"}, "`eval_hub` belongs to `path` and `hub`; use `rows` and `ev"),
         ({"path": "a", "split": "x", "eval_split": "x"}, "the held-out rows are the training rows: `split` and `eval_"),
         ({"path": "a", "eval_split": "train"}, "`split` and `eval_split` both mean train of a; give two splits"),
         ({"hub": "b/c", "eval_split": "train"}, "`split` and `eval_split` both mean train of b/c; give two splits or"),
@@ -52,6 +58,10 @@ def test_settings_that_contradict_each_other_are_one_line(source, message):
         {"path": "a", "split": "x", "eval_path": "b", "eval_split": "x"},
         {"path": "a", "split": "x", "eval_path": "a"},
         {"hub": "a/b", "eval_path": "c"},
+        {"hub": "a/b", "eval_hub": "c/d"},
+        {"path": "a", "eval_hub": "c/d", "eval_revision": "v1", "eval_subset": "e", "eval_split": "test"},
+        {"hub": "a/b", "eval_hub": "a/b", "eval_split": "test"},
+        {"hub": "a/b", "eval_hub": "a/b", "eval_subset": "c"},
         {"path": "a", "eval_share": 0.1},
         {"arithmetic": {"rows": 3, "eval_rows": 1}},
         {"sources": [{"path": "a"}, {"path": "b", "eval_share": 0.1}]},
@@ -77,6 +87,8 @@ def test_settings_come_back_from_json_as_they_were(source):
 def test_what_is_fingerprinted_is_not_in_the_key_by_its_name():
     source = {"path": "a", "eval_path": "b"}
     assert key_settings(parse_settings(DataSource, source)) == {}
+    source = {"path": "a", "eval_hub": "b/c", "eval_revision": "v1", "eval_subset": "d"}
+    assert key_settings(parse_settings(DataSource, source)) == {"eval_hub": "b/c", "eval_subset": "d"}
     moved = [{**TWO[0], "path": "elsewhere.jsonl"}, {**TWO[1], "revision": "v2"}]
     keys = [key_settings(parse_settings(DataSource, {"sources": sources})) for sources in (TWO, moved)]
     assert keys[0] == keys[1] == {"sources": [{"probability": 0.25}, {"probability": 0.75, "hub": "org/name"}]}

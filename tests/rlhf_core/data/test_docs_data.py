@@ -25,7 +25,7 @@ def blocks(text, language):
 
 def test_its_settings_are_valid(page):
     examples = blocks(page, "yaml")
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         parse_settings(DataSettings, yaml.safe_load(example), "data")
 

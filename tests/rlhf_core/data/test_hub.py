@@ -99,6 +99,36 @@ def test_splits_and_subsets_of_a_hub_data_set_and_what_it_does_not_have(hub: str
     assert offline == [COMMIT, train]
 
 
+HELD_OUT = """
+import json, sys
+from rlhf_core.config.data import DataSource
+from rlhf_core.data.loading import load_data
+from stages.inputs import data_fingerprints
+source = DataSource(**json.loads(sys.argv[1]))
+data = load_data("sft", source)
+reports = [[reading.name, reading.shape] for one in data.sources for reading in (one.train, one.held_out)]
+print(json.dumps([data.rows, data.held_out, reports, data_fingerprints("sft", source)]))
+"""
+
+
+def test_held_out_rows_of_another_data_set_of_the_hub(hub: str, tmp_path: Path) -> None:
+    """Their commit is what the key has of them."""
+    source = {"hub": "org/name", "split": "test", "revision": COMMIT}
+    source |= {"eval_hub": "org/name", "eval_subset": "words", "eval_split": "train"}
+    variables = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    for revision, text, commit in (("main", "one", COMMIT), ("v1", "old", OLD_COMMIT)):
+        subset = "words" if revision == "main" else "default"
+        asked = {**source, "eval_revision": revision, "eval_subset": subset}
+        command = [sys.executable, "-c", HELD_OUT, json.dumps(asked)]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        rows, held_out, readings, prints = json.loads(done.stdout.splitlines()[-1])
+        assert rows == [{"prompt": "5?", "response": "5"}]
+        assert held_out == [{"text": text}]
+        assert readings[1] == [f"org/name ({subset}) (train)", "text"]
+        assert prints == {"hub": COMMIT, "eval_hub": commit}
+
+
 def test_a_hub_that_cannot_be_reached_is_an_error_of_one_line(tmp_path: Path) -> None:
     """A refused connection is no OSError in the hub's client."""
     (message,) = read(tmp_path, "http://127.0.0.1:9", [["org/name", None, None, None]], COMMIT)[1:]
