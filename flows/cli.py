@@ -135,6 +135,26 @@ def merge_lora(
 
 
 @app.command()
+def replay(
+    key: Annotated[str, typer.Argument(help="Key of a run of ppo that had ppo.dump_rollouts, or its beginning.")],
+    out: Annotated[Path, typer.Option(help="New directory for model, metrics and plots.")],
+    store: Annotated[str, typer.Option(help="Directory or s3:// URL of the store.")] = ".rlhf/store",
+    overrides: Overrides = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Rollouts; up to the exported step by default.")] = None,
+) -> None:
+    """Train again on the rollouts that a run kept, without a sampler and without the server."""
+    # Imported here: plan and the like need no torch.
+    from rlhf_core.cluster.session import ClusterError
+    from stages.contract import ContractError
+    from stages.replay import replay as replay_run
+
+    with _one_line_errors(ClusterError, ContractError):
+        made = replay_run(Store(store), key, out, overrides or [], steps=steps)
+    compared = {True: ", the same as the run's to the bit", False: ", another than the run's", None: ""}[made.same]
+    console.print(f"{made.model}: trained on {made.steps} rollouts{compared}", soft_wrap=True)
+
+
+@app.command()
 def serve_reward(
     model: Annotated[Path, typer.Option(help="Directory of a reward model or a process reward model.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -224,9 +244,9 @@ def _dead_service(running: Services) -> str | None:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(*further: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError, OSError) as error:
+    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError, OSError, *further) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None

@@ -11,6 +11,12 @@ COLUMNS = 4  # evaluations in the summary's table of generations: the first, the
 
 def write_shown(files: Path, history: History) -> None:
     """Plots, samples.jsonl and generations.jsonl of the artifact."""
+    write_plots(files, history)
+    write_jsonl(files / "samples.jsonl", history.samples)
+    write_jsonl(files / "generations.jsonl", history.generations)
+
+
+def write_plots(files: Path, history: History) -> None:
     from rlhf_core.tracking.plots import plot_bands, plot_curves
     from rlhf_core.training.rl_metrics import DECILES
 
@@ -29,8 +35,6 @@ def write_shown(files: Path, history: History) -> None:
     title = "PPO: KL from the reference, per token"
     curves = {"k1": history.curve("kl"), "sampler against trainer, k3": history.curve("mismatch/kl")}
     plot_curves(files / "plots" / "kl.png", title, {label: curve for label, curve in curves.items() if curve[0]})
-    write_jsonl(files / "samples.jsonl", history.samples)
-    write_jsonl(files / "generations.jsonl", history.generations)
 
 
 def summary(measured: dict[str, Any], generations: list[dict[str, Any]]) -> str:
