@@ -6,6 +6,7 @@ only reads, writes and waits.
 
 import asyncio
 import ipaddress
+import math
 import secrets
 import socket
 import time
@@ -29,7 +30,8 @@ from rlhf_core.rollout.reward_models import Encoded, Judged, QueryError, RewardM
 class Limits:
     """batch_size: sequences in a forward pass. window_s: how long a batch waits for more once it has one.
 
-    body_bytes, queries: of a request. pending: queries that wait; above it requests are sent away (503).
+    body_bytes, queries: of a request. pending: queries of all requests together that are not answered yet; above it
+    requests are sent away (503).
     timeout_s: of a request, all of it.
     """
 
@@ -57,10 +59,6 @@ class Queries(BaseModel):
         return self
 
 
-class Busy(Exception):
-    """Too many queries wait."""
-
-
 class Batcher:
     """Scores queries of all requests together, in a thread of its own, in the order in which they came."""
 
@@ -70,9 +68,7 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
 
     async def score(self, encoded: Sequence[Encoded]) -> list[Judged]:
-        """Raises Busy, and what the model raised on a batch that one of these was in."""
-        if self._waiting.qsize() + len(encoded) > self._limits.pending:
-            raise Busy
+        """Raises what the model raised on a batch that one of these was in, as a RuntimeError."""
         futures = [asyncio.get_running_loop().create_future() for _ in encoded]
         for one, future in zip(encoded, futures, strict=True):
             self._waiting.put_nowait((one, future))
@@ -106,6 +102,7 @@ class Batcher:
         encoded = [one for one, _ in batch]
         try:
             found = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.score, encoded)
+            judged = list(zip(batch, found, strict=True))
         except Exception as error:  # noqa: BLE001  one batch's fault: the service goes on
             self._metrics.failures.inc()
             for _, future in batch:
@@ -114,9 +111,9 @@ class Batcher:
             return
         self._metrics.seconds.observe(time.monotonic() - started)
         self._metrics.sizes.observe(len(batch))
-        for (_, future), judged in zip(batch, found, strict=True):
+        for (_, future), one in judged:
             if not future.done():
-                future.set_result(judged)
+                future.set_result(one)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -145,6 +142,8 @@ def make_app(model: RewardModel, *, token: str | None, limits: Limits) -> FastAP
     batcher = Batcher(model, limits, metrics)
     # Beside the forward pass, so that the next batch is tokens when it is due.
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    unanswered = 0  # queries that are being read as tokens, wait or are scored
 
     @asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
@@ -188,15 +187,20 @@ def make_app(model: RewardModel, *, token: str | None, limits: Limits) -> FastAP
         return answer
 
     async def scored(queries: Queries) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        encoded = await loop.run_in_executor(encoding, _encode, model, queries)
+        nonlocal unanswered
+        size = len(queries.query)
+        if unanswered + size > limits.pending:
+            raise HTTPException(503, f"{unanswered} queries wait; come again", {"Retry-After": "1"})
+        unanswered += size
         try:
+            loop = asyncio.get_running_loop()
+            encoded = await loop.run_in_executor(encoding, _encode, model, queries)
             found = await batcher.score(encoded)
-        except Busy:
-            raise HTTPException(503, f"{limits.pending} queries wait; come again", {"Retry-After": "1"}) from None
         except RuntimeError as error:
             raise HTTPException(500, f"the model failed: {error}") from None
-        metrics.queries.inc(len(found))
+        finally:
+            unanswered -= size
+        metrics.queries.inc(size)
         return _answer(found)
 
     return app
@@ -230,13 +234,18 @@ def _encode(model: RewardModel, queries: Queries) -> list[Encoded]:
 
 
 def _answer(found: Sequence[Judged]) -> dict[str, Any]:
-    """`step_scores` is ours, and there for process reward models alone."""
-    rewards = [one.reward for one in found]
+    """`step_scores` is ours, and there for process reward models alone. A reward that is no number is null, which our
+    client takes for a failure of that response: JSON has no NaN."""
+    rewards = [_number(one.reward) for one in found]
     answer: dict[str, Any] = {"rewards": rewards, "scores": rewards, "extra_logs": {}}
-    steps = [one.steps for one in found if one.steps is not None]
+    steps = [[_number(step) for step in one.steps] for one in found if one.steps is not None]
     if steps:
         answer |= {"extra_logs": {"steps": [len(own) for own in steps]}, "step_scores": steps}
     return answer
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def check_access(host: str, token: str | None) -> None:

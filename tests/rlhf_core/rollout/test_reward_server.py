@@ -24,12 +24,14 @@ from rlhf_core.rollout.reward_server import Limits, bind, check_access, make_app
 
 @dataclass
 class Lengths:
-    """A query's reward is its length. A forward pass waits for `go`."""
+    """A query's reward is its length, of 17 none. A forward pass waits for `go`, reading a query "slow" for `read`."""
 
     kind: str = "reward"
     batches: list[int] = field(default_factory=list)
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
+    reading: threading.Event = field(default_factory=threading.Event)
+    read: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.go.set()
@@ -37,6 +39,9 @@ class Lengths:
     def encode(self, query: str, prompt: str | None) -> Encoded:
         if query == "long":
             raise QueryError("the query has 9 tokens, more than 4")
+        if query == "slow":
+            self.reading.set()
+            self.read.wait(30)
         return Encoded(np.zeros(len(query), np.int64), [])
 
     def score(self, encoded: Sequence[Encoded]) -> list[Judged]:
@@ -45,7 +50,8 @@ class Lengths:
         self.batches.append(len(encoded))
         if any(len(one.ids) == 13 for one in encoded):
             raise ValueError("13 is not to be scored")
-        return [Judged(float(len(one.ids))) for one in encoded]
+        lengths = [len(one.ids) for one in encoded if len(one.ids) != 15]
+        return [Judged(float("nan") if length == 17 else float(length)) for length in lengths]
 
 
 @contextmanager
@@ -61,6 +67,7 @@ def serving(model: Lengths, token: str | None = None, **limits: Any) -> Iterator
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             model.go.set()
+            model.read.set()
             server.should_exit = True
             thread.join()
 
@@ -93,13 +100,14 @@ def test_our_client_and_this_service_understand_each_other(monkeypatch: pytest.M
     async def score(url: str) -> list[Any]:
         settings = HttpReward(urls=(f"{url}/get_reward",), batch_size=2, token_env="TOKEN", attempts=1)
         client = HttpRewards(settings)
-        found = await client.score([Response(query, "", "", "") for query in ("a", "long", "", "abc")])
+        found = await client.score([Response(query, "", "", "") for query in ("a", "long", "", "abc", "n" * 17, "ab")])
         await client.close()
         return found
 
     with serving(Lengths(), token="t") as url:
         found = asyncio.run(score(url))
-    assert [one.value if isinstance(one, Scored) else one.reason for one in found] == [1.0, "error", 0.0, 3.0]
+    values = [one.value if isinstance(one, Scored) else one.reason for one in found]
+    assert values == [1.0, "error", 0.0, 3.0, "error", 2.0]
     assert "query.0: the query has 9 tokens, more than 4" in found[1].message
 
 
@@ -150,6 +158,7 @@ def test_a_token_is_asked_for() -> None:
         ({"query": ["a"] * 5}, 413, "5 queries are more than 4 in a request"),
         ({"query": ["a" * 2000]}, 413, "the request exceeds 1000 bytes"),
         ({"query": ["a" * 13]}, 500, "the model failed: 13 is not to be scored"),
+        ({"query": ["a" * 15]}, 500, "the model failed: zip() argument 2 is shorter"),
     ],
 )
 def test_what_is_wrong_with_a_request(body: Any, status: int, fault: str) -> None:
@@ -170,6 +179,17 @@ def test_a_full_queue_sends_away_and_a_slow_answer_is_given_up() -> None:
         busy = post(url, {"query": ["a"] * 3})
         assert (busy.status_code, busy.headers["Retry-After"]) == (503, "1")
         assert post(url, {"query": ["a"]}).status_code == 504
+
+
+def test_queries_that_are_being_read_count_as_waiting() -> None:
+    model = Lengths()
+    with serving(model, pending=2) as url, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(post, url, {"query": ["slow", "a"]})
+        assert model.reading.wait(30)
+        assert post(url, {"query": ["a"]}).status_code == 503
+        model.read.set()
+        assert slow.result().json()["rewards"] == [4.0, 1.0]
+        assert post(url, {"query": ["a", "b"]}).status_code == 200
 
 
 def test_only_the_loopback_needs_no_token() -> None:
