@@ -14,6 +14,8 @@ from rich.table import Table
 
 from flows import follow, services
 from flows.api import Api
+from flows.openrlhf.importing import import_command
+from flows.openrlhf.shell import from_arguments
 from flows.services import Services, ServicesError
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.pipeline import SECTION_DATA, load_pipeline, read_pipeline
@@ -194,6 +196,27 @@ def serve_reward(
             address, bound = listening.getsockname()[:2]
             console.print(f"{loaded.kind} model {model}: http://{address}:{bound}/get_reward", soft_wrap=True)
             reward_server.serve(reward_server.make_app(loaded, token=token, limits=limits), listening)
+
+
+@app.command()
+def import_flags(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCRIPT | -- COMMAND ...]", help="A shell script, else standard input; or the words."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", help="New file; standard output by default.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of train_ppo_ray's data: how many steps.")] = None,
+) -> None:
+    """An OpenRLHF training command as a pipeline file, with a note on every flag that has no counterpart."""
+    with _one_line_errors():
+        imported = import_command(from_arguments(words or []), prompts)
+        for note in imported.notes:
+            typer.echo(f"note: {note}", err=True)
+        if out is None:
+            typer.echo(imported.yaml(), nl=False)
+        else:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(imported.yaml())
 
 
 def _run_and_report(running: Services, pipeline: Path, overrides: list[str]) -> None:
