@@ -148,7 +148,7 @@ class TrainEngine:
         Raises ValueError on every rank when the loss, the gradient's norm or a metric is not finite.
         """
         self.engine.train()
-        batches = [self._moved(batch) for batch in micro_batches]
+        batches = [self.moved(batch) for batch in micro_batches]
         totals = self._denominators(batches, objective)
         lr = self.engine.get_lr()[self._adamw]  # before the step, which moves the schedule on
         skipped = self.engine.skipped_steps
@@ -181,22 +181,6 @@ class TrainEngine:
                 "what is wrong with the data or the model that training starts from"
             )
 
-    def evaluate(self, micro_batches: list[Batch], objective: Objective) -> dict[str, float]:
-        """Means of the objective's metrics and its loss, over all ranks, without a gradient.
-
-        Ranks may hold different numbers of rows, but must make the same number of micro-batches.
-        """
-        totals = self._denominators(micro_batches, objective)
-        sums: dict[str, float] = {}
-        for micro_batch in micro_batches:  # one at a time on the accelerator: held-out sets may be large
-            batch = self._moved(micro_batch)
-            outputs = self.infer(**objective.forward_inputs(batch))
-            parts = objective.loss(batch, outputs)
-            loss = _weighted(parts, totals)
-            _add_metrics(sums, loss, parts)
-        loss_sum, metrics = self._summed(sums)
-        return {"loss": loss_sum, **means(metrics)}
-
     @torch.no_grad()
     def infer(self, **inputs: Any) -> Tensor:
         """The module's forward in eval mode."""
@@ -204,7 +188,8 @@ class TrainEngine:
         moved = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         return self._forward(**moved)
 
-    def _moved(self, batch: Batch) -> Batch:
+    def moved(self, batch: Batch) -> Batch:
+        """The micro-batch on this rank's device."""
         return {name: value.to(self.device) for name, value in batch.items()}
 
     def _forward(self, **inputs: Any) -> Any:
@@ -215,7 +200,7 @@ class TrainEngine:
         for batch in batches:
             for name, value in objective.denominators(batch).items():
                 local[name] = local.get(name, 0.0) + value
-        totals = self._all_reduce(local)
+        totals = self.all_reduce(local)
         empty = [name for name, value in totals.items() if value <= 0]
         if empty:
             raise ValueError(f"this optimizer step has nothing to average for {', '.join(empty)}: every row is masked")
@@ -223,11 +208,11 @@ class TrainEngine:
 
     def _summed(self, sums: dict[str, float]) -> tuple[float, dict[str, tuple[float, float]]]:
         """The loss, and (sum, count) of each metric, over all ranks, of what `_add_metrics` added up on this one."""
-        summed = self._all_reduce(sums)
+        summed = self.all_reduce(sums)
         names = [key.removesuffix(" sum") for key in summed if key.endswith(" sum")]
         return summed["loss"], {name: (summed[f"{name} sum"], summed[f"{name} count"]) for name in names}
 
-    def _all_reduce(self, local: dict[str, float]) -> dict[str, float]:
+    def all_reduce(self, local: dict[str, float]) -> dict[str, float]:
         """Sums by name over data-parallel ranks, in float64; every rank has the same names."""
         names = sorted(local)
         values = torch.tensor([local[name] for name in names], dtype=torch.float64, device=self.device)

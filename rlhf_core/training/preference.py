@@ -19,6 +19,7 @@ from rlhf_core.data.layout import make_batch, plan_step
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.training.batch_views import model_inputs, sample_logprobs
 from rlhf_core.training.engine import TrainEngine
+from rlhf_core.training.evaluation import Evaluation
 from rlhf_core.training.objective import Batch, Objective
 from rlhf_core.training.objectives_preference import DpoObjective, KtoKlObjective, KtoObjective
 from rlhf_core.training.rank import Job, base_model_directory
@@ -44,8 +45,8 @@ class ReferenceTrainer(PolicyTrainer):
         return {**about, "reference_rows": sum(map(len, self.tables.values())) if fresh else 0}
 
     def refer(self, done: int) -> int:
-        """The reference's scalars of the next rows, as many as an optimizer step has; `done`: rows before them, over
-        all splits. Returns how many are done then."""
+        """The reference's scalars of the next rows, about as many as an optimizer step has; `done`: rows before them,
+        over all splits. Returns how many are done then."""
         split, ids = self._next_rows(done)
         for name, values in self._reference_scalars(split, ids).items():
             whole = self.reference.setdefault(split, {}).setdefault(name, self._unknown(split))
@@ -67,10 +68,10 @@ class ReferenceTrainer(PolicyTrainer):
 
     def _next_rows(self, done: int) -> tuple[str, range]:
         """The split in which row number `done` over all splits is, and rows of it from there on."""
-        size, start = max(self.settings.batch_size, self.mesh.data_ranks), done
+        start = done
         for split, table in self.tables.items():
             if start < len(table):
-                return split, range(start, min(start + size, len(table)))
+                return split, range(start, min(start + self.part_rows, len(table)))
             start -= len(table)
         raise ValueError(f"row {done} is after the last one")
 
@@ -149,14 +150,25 @@ class KtoTrainer(ReferenceTrainer):
     """
 
     settings: KtoSettings
+    evaluation_passes = 2  # the first for the KL
 
     def train_step(self) -> dict[str, float]:
-        self._kl = self._estimate_kl("train", self.order.ids(self.position, self.settings.batch_size))
+        estimate = self._kl_evaluation()
+        estimate.add(self._mismatched_batches("train", self.order.ids(self.position, self.settings.batch_size)))
+        self._kl = estimate.result()["kl"]
         return super().train_step()
 
-    def _evaluation(self) -> dict[str, float]:
-        self._kl = self._estimate_kl("eval", range(len(self.tables["eval"])))
-        return super()._evaluation()
+    def begin_evaluation(self) -> int:
+        self._kl_estimate = self._kl_evaluation()
+        return super().begin_evaluation()
+
+    def _evaluate(self, number: int, ids: range) -> None:
+        if number == 0:
+            self._kl_estimate.add(self._mismatched_batches("eval", ids))
+            return
+        if ids.start == 0:
+            self._kl = self._kl_estimate.result()["kl"]
+        super()._evaluate(number, ids)
 
     def _objective(self) -> Objective:
         return KtoObjective(self.settings, samples_per_item=1)
@@ -164,13 +176,16 @@ class KtoTrainer(ReferenceTrainer):
     def _micro_batches(self, items: Sequence[Item]) -> list[Batch]:
         return [{**batch, "kl": torch.tensor(self._kl)} for batch in super()._micro_batches(items)]
 
-    def _estimate_kl(self, split: str, ids: Sequence[int]) -> float:
+    def _kl_evaluation(self) -> Evaluation:
+        return Evaluation(self.engine, KtoKlObjective(samples_per_item=1))
+
+    def _mismatched_batches(self, split: str, ids: Sequence[int]) -> list[Batch]:
         scalars = self.reference[split]["reference_mismatched"]
         items = [
             Item(item.samples, {"reference_mismatched": float(scalars[n])})
             for n, item in zip(ids, self._mismatched(split, ids), strict=True)
         ]
-        return self.engine.evaluate(super()._micro_batches(items), KtoKlObjective(samples_per_item=1))["kl"]
+        return super()._micro_batches(items)
 
     def _reference_scalars(self, split: str, ids: Sequence[int]) -> dict[str, np.ndarray]:
         own = self._logprob_sums(self._plain_items(split, ids))

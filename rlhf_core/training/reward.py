@@ -20,25 +20,32 @@ from rlhf_core.training.supervised import SupervisedTrainer
 
 
 class RmTrainer(SupervisedTrainer):
-    """Its exports carry mean and standard deviation of the held-out scores under the exported weights."""
+    """Its exports carry mean and standard deviation of the held-out scores under the exported weights.
+
+    So an evaluation has to come between whatever changes the weights and an export.
+    """
 
     settings: RmSettings
     samples_per_item = 2
 
     def load(self, fresh: bool) -> dict[str, Any]:
         self.statistics: dict[str, float] = {}
-        self._measured_at = -1  # data position
         return super().load(fresh)
 
-    def evaluate(self) -> dict[str, float]:
-        metrics = super().evaluate()
-        self.statistics, self._measured_at = score_statistics(metrics), self.position
+    def train_step(self) -> dict[str, float]:
+        self.statistics = {}
+        return super().train_step()
+
+    def end_evaluation(self) -> dict[str, float]:
+        metrics = super().end_evaluation()
+        self.statistics = score_statistics(metrics)
         return metrics
+
+    def unmeasured(self) -> bool:
+        return not self.statistics
 
     def export(self, directory: str) -> dict[str, Any]:
         """`mean`, `std` and `value_head_prefix` in the config are the names that OpenRLHF reads."""
-        if self._measured_at != self.position:
-            self.evaluate()
         self.engine.module.lm.config.update({"value_head_prefix": "score", **self.statistics})
         return {**super().export(directory), "head": {"name": "score", **self.statistics}}
 
@@ -56,7 +63,7 @@ class RmTrainer(SupervisedTrainer):
 
     def _restore(self, directory: Path) -> None:
         super()._restore(directory)
-        self._measured_at = -1
+        self.statistics = {}
 
 
 def score_statistics(metrics: dict[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import math
 import shutil
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlhf_core.models.lora import add_lora, nf4_config
 from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.tokenizer import GENERATION, load_tokenizer, stop_token_ids, tokenizer_facts, write_stop_token_ids
 from rlhf_core.training.engine import TORCH_DTYPE, TrainEngine, gathered, means
+from rlhf_core.training.evaluation import Evaluation
 from rlhf_core.training.mesh import mesh_of
 from rlhf_core.training.objective import Batch, Objective
 from rlhf_core.training.objectives_aux import AuxLossObjective
@@ -30,6 +32,7 @@ class SupervisedTrainer(TrainerRank):
     """One rank. The data's position is stored, not derived from steps."""
 
     samples_per_item = 1
+    evaluation_passes = 1
 
     def __init__(self, rank: int, ranks: int, job: Job):
         super().__init__(rank, ranks, job)
@@ -72,15 +75,43 @@ class SupervisedTrainer(TrainerRank):
         self.position += self.settings.batch_size
         return {**means(result.metrics), "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
 
-    def evaluate(self) -> dict[str, float]:
-        """Means over the held-out rows, each weighted by what it counts (tokens, pairs, steps), under the weights that
-        an export would hold: their moving average where one is kept."""
-        with self.engine.averaged_weights():
-            return self._evaluation()
+    def begin_evaluation(self) -> int:
+        """Of the held-out rows under the weights that an export would hold: their moving average where one is kept.
 
-    def _evaluation(self) -> dict[str, float]:
-        items = self._items("eval", range(len(self.tables["eval"])))
-        return self.engine.evaluate(self._micro_batches(items), self.objective)
+        Returns how many rows `evaluate_rows` has to look at, each once in every pass, before `end_evaluation`.
+        """
+        self._weights = ExitStack()
+        self._weights.enter_context(self.engine.averaged_weights())
+        self._evaluation = Evaluation(self.engine, self.objective)
+        return self.evaluation_passes * len(self.tables["eval"])
+
+    def evaluate_rows(self, done: int) -> int:
+        """The next rows, about as many as an optimizer step has; `done`: rows before them, over all passes. Returns how
+        many are done then."""
+        rows = len(self.tables["eval"])
+        number, start = divmod(done, rows)
+        ids = range(start, min(start + self.part_rows, rows))
+        self._evaluate(number, ids)
+        return done + len(ids)
+
+    def _evaluate(self, number: int, ids: range) -> None:
+        """Rows of pass `number`."""
+        self._evaluation.add(self._micro_batches(self._items("eval", ids)))
+
+    def end_evaluation(self) -> dict[str, float]:
+        """Means over the held-out rows, each weighted by what it counts (tokens, pairs, steps)."""
+        metrics = self._evaluation.result()
+        self._weights.close()
+        return metrics
+
+    def unmeasured(self) -> bool:
+        """Whether an export of the weights as they are wants an evaluation of them first."""
+        return False
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a call that is no optimizer step: no more work than one, and enough for a micro-batch a rank."""
+        return max(self.settings.batch_size, self.mesh.data_ranks * self.settings.trainer.micro_batch_size)
 
     def export(self, directory: str) -> dict[str, Any]:
         """Model and tokenizer in Hugging Face layout, written by rank 0. Returns facts for the manifest."""

@@ -34,14 +34,19 @@ def run_supervised(
     """Trains to the end, from the newest complete training checkpoint where there is one, and evaluates.
 
     With `best_metric` the ranks end with the weights of the best evaluation. What moves whole models may take
-    start_timeout_s, and so may an evaluation; a step, and a step's rows under the reference, step_timeout_s.
+    start_timeout_s; a step, and a step's rows under the reference or in an evaluation, step_timeout_s.
 
     Returns the number of steps, and metrics of the evaluation of the weights that the ranks hold under "eval/...".
     """
     settings: SupervisedSettings = job.settings
     limit = Limit(settings.trainer.step_timeout_s, f"{job.stage}.trainer.step_timeout_s")
 
+    def evaluate() -> Metrics:
+        return _evaluate(group, limit=limit, start_timeout_s=start_timeout_s)
+
     def save(step: int, metric: float | None = None) -> None:
+        if settings.trainer.save_hf and group.call("unmeasured", timeout_s=limit)[0]:
+            evaluate()
         finish_checkpoint(
             group,
             job,
@@ -69,12 +74,14 @@ def run_supervised(
         history.events.progress(step, total, "training")
         metric = None
         if info["eval_rows"] and _evaluates(settings, step, total):
-            evaluation = group.call("evaluate", timeout_s=start_timeout_s)[0]
+            evaluation = evaluate()
             history.add(step, evaluation, phase="eval")
             metric = _measured(settings, evaluation)
         if settings.trainer.saves_at(step, total) or _improved(settings, history, step):
             save(step, metric)
     best = _restore_best(group, job, store, history, total, timeout_s=start_timeout_s)
+    if group.call("unmeasured", timeout_s=limit)[0]:
+        evaluate()
     evaluation = _evaluation(history, best)
     return {
         "total_steps": total,
@@ -84,13 +91,22 @@ def run_supervised(
 
 
 def _refer(group: WorkerGroup, history: History, rows: int, *, limit: float, start_timeout_s: float) -> None:
-    """The reference's log-probs of all rows, an optimizer step's rows a call."""
+    """The reference's log-probs of all rows, about an optimizer step's rows a call."""
     history.events.phase("reference")
     done = 0
     while done < rows:
         done = group.call("refer", done, timeout_s=limit)[0]
         history.events.progress(done, rows, "reference")
     group.call("end_reference", timeout_s=start_timeout_s)
+
+
+def _evaluate(group: WorkerGroup, *, limit: float, start_timeout_s: float) -> Metrics:
+    """Of all held-out rows, about an optimizer step's rows a call."""
+    rows = group.call("begin_evaluation", timeout_s=start_timeout_s)[0]
+    done = 0
+    while done < rows:
+        done = group.call("evaluate_rows", done, timeout_s=limit)[0]
+    return group.call("end_evaluation", timeout_s=start_timeout_s)[0]
 
 
 def _evaluates(settings: SupervisedSettings, step: int, total: int) -> bool:

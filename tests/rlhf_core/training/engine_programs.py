@@ -34,12 +34,16 @@ def train(
 ) -> dict[str, Any]:
     """Optimizer steps on the same samples. Parameters (of rank 0) and each step's figures."""
     from rlhf_core.training.engine import means
+    from rlhf_core.training.evaluation import Evaluation
 
     with engine_of(kind, model, trainer, optimizer, dtype, total_steps=total_steps, frozen=frozen) as engine:
         objective, batches = objective_of(kind), batches_of(kind, samples, engine, trainer)
         results = [engine.step(batches, objective) for _ in range(steps)]
         parameters = parameters_of(engine)
-        evaluated = engine.evaluate(batches, objective)
+        evaluation = Evaluation(engine, objective)
+        evaluation.add(batches[:1])
+        evaluation.add(batches[1:])
+        evaluated = evaluation.result()
     return {
         "parameters": parameters if rank == 0 else {name: array.shape for name, array in parameters.items()},
         "loss": [r.loss for r in results],
@@ -168,6 +172,7 @@ def look_at_average(
     """Digests of the weights before, under and after their moving average, of an engine that goes on and of one that
     never had one; and how many bytes this rank kept meanwhile, of how many in all."""
     from rlhf_core.training.engine import gathered
+    from rlhf_core.training.evaluation import Evaluation
     from rlhf_core.training.kept_weights import KeptWeights
 
     optimizer = {"lr": 1e-2, "warmup_ratio": 0.0, "schedule": "constant"}
@@ -183,7 +188,7 @@ def look_at_average(
             done["before"] = digest_of(engine)
             with engine.averaged_weights():
                 done["under"] = digest_of(engine)
-                engine.evaluate(batches, objective)
+                Evaluation(engine, objective).add(batches)
             done["after"] = digest_of(engine)
             done["kept"] = sum(part.nbytes for part in KeptWeights(engine.engine, parameters).parts)
             done["all"] = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)

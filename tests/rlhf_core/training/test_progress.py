@@ -94,6 +94,8 @@ class Calls:
         self.limits: dict[str, set[float]] = {}
         self.restored: list[int] = []
         self.killed_at: int | None = None
+        self.evaluated: list[int] = []
+        self.measured = True
 
     def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         self.limits.setdefault(method, set()).add(timeout_s)
@@ -101,7 +103,7 @@ class Calls:
 
     def load(self, fresh: bool) -> dict[str, int]:
         assert fresh == (newest_complete(self._store, "rm", KEY)[0] is None)
-        return {"total_steps": 5, "eval_rows": 1, "reference_rows": self._reference_rows if fresh else 0}
+        return {"total_steps": 5, "eval_rows": 3, "reference_rows": self._reference_rows if fresh else 0}
 
     def refer(self, done: int) -> int:
         self.referred.append(done)
@@ -114,16 +116,29 @@ class Calls:
         if self._step + 1 == self.killed_at:
             raise RuntimeError("killed")
         self._step += 1
+        self.measured = False
         return {"loss": 1.0}
 
-    def evaluate(self) -> dict[str, float]:
+    def begin_evaluation(self) -> int:
+        return 3
+
+    def evaluate_rows(self, done: int) -> int:
+        self.evaluated.append(done)
+        return min(done + 2, 3)
+
+    def end_evaluation(self) -> dict[str, float]:
+        self.measured = True
         return {"loss": self._losses[self._step - 1]}
+
+    def unmeasured(self) -> bool:
+        return not self.measured
 
     def save_checkpoint(self, step: int) -> Shards:
         self._store.write_bytes(f"training/rm/{KEY}/step-{step:06d}/shard", b"x")
         return Shards({"shard": sha256(b"x").hexdigest()}, 2**30)
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.measured = False
         self._step = checkpoint.step
         self.restored.append(checkpoint.step)
 
@@ -153,13 +168,28 @@ def test_loop_keeps_as_many_checkpoints_as_told_and_waits_as_long_as_told(tmp_pa
     newest, _ = newest_complete(store, "rm", KEY)
     assert newest is not None
     assert newest.step == 5
-    assert group.limits.pop("evaluate") in ({7}, {900})
+    assert group.evaluated == [0, 2] * 2  # at the end, and for the export of what the second run restored
     assert group.limits == {
+        "begin_evaluation": {900},
+        "evaluate_rows": {7},
+        "end_evaluation": {900},
+        "unmeasured": {7},
         "load": {900},
         "restore_checkpoint": {900},
         "save_checkpoint": {900},
         "train_step": {7},
     }
+
+
+def test_an_export_has_its_weights_evaluated_before(tmp_path: Path) -> None:
+    """Beside the checkpoints of steps 2 and 4 for the export alone, so the best is of steps 3 and 5, that of the curve;
+    at the end for the weights that were restored."""
+    store = Store(str(tmp_path / "store"))
+    group = Calls(store, losses=(9.0, 1.0, 3.0, 2.0, 4.0))
+    trainer = TrainerSettings(save_steps=2, save_hf=True)
+    done = run(tmp_path, group, store, trainer=trainer, eval_steps=3, best_metric="loss")
+    assert group.evaluated == [0, 2] * 5
+    assert done == {"total_steps": 5, "exported_step": 3, "eval/loss": 3.0}
 
 
 def test_the_reference_comes_in_parts_and_is_kept_before_the_first_step(tmp_path: Path) -> None:

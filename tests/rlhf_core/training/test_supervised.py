@@ -106,7 +106,7 @@ def job_of(tmp_path: Path, llama: str) -> Any:
             "max_len": 40,
             "max_steps": 8,
             "dtype": "float32",
-            "trainer": TrainerSettings(ranks=ranks, micro_batch_size=2, **(trainer or {})),
+            "trainer": TrainerSettings(**{"ranks": ranks, "micro_batch_size": 2, **(trainer or {})}),
         }
         own = SETTINGS[stage](**{**common, **settings})
         manifests = {}
@@ -126,11 +126,20 @@ def job_of(tmp_path: Path, llama: str) -> Any:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_and_steps_do_not_depend_on_the_cut(groups: Any, job_of: Any, stage: str) -> None:
-    """5 rows on 2 ranks want a fill row, which has no weight. Packed rows hold what else would be several."""
+    """5 rows on 2 ranks want a fill row, which has no weight. Packed rows hold what else would be several.
+
+    One rank evaluates all held-out rows in one call, two take one for 4 and one for the fifth.
+    """
+    cuts = [(1, {"micro_batch_size": 5}), (2, {"zero_stage": 2, "packing": True}), (2, {"zero_stage": 3})]
     one, *others = [
         groups[ranks].run("supervised", target=TARGETS[stage], job=job_of(stage, ranks, trainer=cut), train_steps=4)
-        for ranks, cut in [(1, {"zero_stage": 2}), (2, {"zero_stage": 2, "packing": True}), (2, {"zero_stage": 3})]
+        for ranks, cut in cuts
     ]
+    passes = 2 if stage == "kto" else 1
+    for ranks, calls in ((one, passes), *((two, 2 * passes) for two in others)):
+        assert [rank[moment].pop("calls") for rank in ranks for moment in ("before", "after")] == [calls] * 2 * len(
+            ranks
+        )
     referred = len(SUMS) if stage in ("dpo", "kto") else 0
     assert one[0]["counts"] == {"total_steps": 8, "eval_rows": HELD_OUT, "reference_rows": referred}
     if stage == "dpo":  # policy and reference still agree: which reward is larger is a matter of the last bits
