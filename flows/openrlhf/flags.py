@@ -296,7 +296,7 @@ _PPO = (
     Flag("train.num_episodes", "int", 1),
     Flag("train.agent_func_path", "str"),
     *(one for one in TRAINING if one.name != "train.micro_batch_size"),
-    Flag("train.micro_batch_size", "int", 1),
+    Flag("train.micro_batch_size", "int", 1, "trainer.micro_batch_size"),
     *CHECKPOINTS,
     Flag("ckpt.best_metric_key", "str", ""),
     *(one for one in DEEPSPEED if not one.name.startswith("ds.ring")),
