@@ -47,7 +47,7 @@ def _write(context: StageContext, data: LoadedData, report: dict[str, Any]) -> d
 
 PREPARE_DATA = Stage(
     name="prepare-data",
-    version=3,
+    version=4,
     module="stages.prepare_data",
     settings=PrepareDataSettings,
     pool="cpu",

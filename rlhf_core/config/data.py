@@ -98,6 +98,12 @@ class Source(SourceFields):
     probability: float | None = Field(
         default=None, gt=0, lt=1, description="How often the mixture draws from it; null: its rows are taken once."
     )
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]+$",
+        description="What evaluations call its prompts; null: the hub's name, arithmetic or file, numbered from the "
+        "second of one name on.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "Source":
@@ -134,6 +140,17 @@ class DataSource(SourceFields):
     @property
     def parts(self) -> tuple[SourceFields, ...]:
         return self.sources or (self,)
+
+    @property
+    def labels(self) -> list[str]:
+        """Of `sources`. Nothing of a path is in them: where a file lies is in no key, and what a row holds is."""
+        names: list[str] = []
+        for source in self.sources:
+            kind = "arithmetic" if source.arithmetic is not None else "file"
+            name = kind if source.hub is None else source.hub.rpartition("/")[2]
+            before = sum(one == name or one.startswith(f"{name}-") for one in names)
+            names.append(source.label or (f"{name}-{before + 1}" if before else name))
+        return names
 
     @property
     def named_parts(self) -> list[tuple[str, SourceFields]]:

@@ -62,8 +62,8 @@ SHAPES: dict[DatasetKind, tuple[Shape, ...]] = {
         Shape("markers", ("input", "label"), ("prompt",)),
     ),
     "prompts": (
-        *_prompted(("label",), ("label",)),
-        Shape("messages", ("messages", "label"), _AROUND),
+        *_prompted(("label",), ("label",), ("data_source",)),
+        Shape("messages", ("messages", "label"), (*_AROUND, "data_source")),
     ),
 }
 SHAPES["eval"] = SHAPES["prompts"]

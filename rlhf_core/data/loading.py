@@ -46,7 +46,8 @@ class LoadedSource:
 
 @dataclass(frozen=True)
 class LoadedData:
-    """`rows` and `held_out`: the data set. `taken[i]`: how many of `rows` come from source i."""
+    """`rows` and `held_out`: the data set; prompts of a mixture name their source. `taken[i]`: how many of `rows` come
+    from source i."""
 
     rows: list[Row]
     held_out: list[Row]
@@ -64,9 +65,11 @@ def load_data(kind: DatasetKind, data: DataSource) -> LoadedData:
     taken = [0] * len(sources)
     for number, _ in order:
         taken[number] += 1
+    labels = [{"source": label} for label in data.labels] if kind in ("prompts", "eval") else []
+    named = labels or [{} for _ in sources]
     return LoadedData(
-        rows=[sources[number].rows[row] for number, row in order],
-        held_out=[row for source in sources for row in source.held_out_rows],
+        rows=[{**named[number], **sources[number].rows[row]} for number, row in order],
+        held_out=[{**name, **row} for name, source in zip(named, sources, strict=True) for row in source.held_out_rows],
         sources=sources,
         taken=taken,
     )

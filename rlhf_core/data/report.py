@@ -50,7 +50,7 @@ def counts_of(report: dict[str, Any]) -> dict[str, int]:
 
 def row_lengths(rows: Iterable[Row]) -> list[int]:
     """Characters of the text in each row: of all its strings, those in messages and steps too."""
-    return [_characters(row) for row in rows]
+    return [_characters(_content(row)) for row in rows]
 
 
 def summary_markdown(report: dict[str, Any]) -> str:
@@ -74,9 +74,13 @@ def summary_markdown(report: dict[str, Any]) -> str:
     lines += [line for reading in readings for line in _unused_lines(reading)]
     if report["eval_rows_in_training"]:
         lines += ["", f"{report['eval_rows_in_training']} held-out rows are training rows as well."]
-    lines += ["", "| column | first row |", "|---|---|"]
-    lines += [f"| {name} | `{_cell(value)}` |" for name, value in report["example"].items()]
+    lines += ["", *example_lines(report["example"])]
     return "\n".join(lines) + "\n"
+
+
+def example_lines(row: Row) -> list[str]:
+    """A row as a table in Markdown."""
+    return ["| column | first row |", "|---|---|", *(f"| {name} | `{_cell(value)}` |" for name, value in row.items())]
 
 
 def plot_lengths(path: Path, report: dict[str, Any]) -> None:
@@ -131,7 +135,12 @@ def _count_duplicates(rows: Iterable[Row]) -> int:
 
 def _digest(row: Row) -> bytes:
     """What stands for a row's content: the texts of all rows would take as much memory again as the rows."""
-    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(_content(row), sort_keys=True).encode()).digest()
+
+
+def _content(row: Row) -> Row:
+    """A prompt is the same whatever source it names."""
+    return {name: value for name, value in row.items() if name != "source"}
 
 
 def _characters(value: Any) -> int:

@@ -6,7 +6,7 @@ Canonical rows, whose messages are those of rlhf_core/data/messages.py:
     pairs          {"prompt", "chosen", "rejected"}, with "margin" and "tools" where given
     labelled       {"prompt", "response", "label": bool}, with "tools" where given
     steps          {"prompt", "steps": [str], "labels": [bool | float | reward token | None]}
-    prompts, eval  {"prompt", "label": str}, with "tools" where given
+    prompts, eval  {"prompt", "label": str}, with "source" and "tools" where given
 
 A prompt or response is text, or a list of messages; within a row all are of one kind.
 """
@@ -192,7 +192,9 @@ def _labelled_prompt(row: Row, shape: Shape) -> Row:
         prompt: Side = _ends_open(_with_system(read_messages(row["messages"], "messages"), row))
     else:
         (prompt,) = _of_one_kind(row, _prompt(row, shape))
-    return {"prompt": prompt, "label": _label_text(row["label"]), **_tools(row)}
+    named = not is_empty(row.get("data_source"))
+    source = {"source": _text(row["data_source"], "data_source")} if named else {}
+    return {"prompt": prompt, "label": _label_text(row["label"]), **source, **_tools(row)}
 
 
 _CONVERT: dict[DatasetKind, Callable[[Row, Shape], Row]] = {

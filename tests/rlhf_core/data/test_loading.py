@@ -11,6 +11,7 @@ from rlhf_core.config.data import ArithmeticSource, DataSource
 from rlhf_core.data.drops import Dropped
 from rlhf_core.data.errors import DataError
 from rlhf_core.data.loading import interleaved, is_held_out, load_data
+from rlhf_core.data.report import data_report
 
 
 @pytest.fixture
@@ -117,6 +118,23 @@ def test_sources_without_probabilities_come_one_after_the_other_each_in_its_shap
     assert [source.train.shape for source in data.sources] == ["prompt", "alpaca", "generated"]
     cut = load_data("sft", DataSource.model_validate({"sources": sources, "max_samples": 2}))
     assert (cut.rows, cut.taken) == (first[:2], [1, 1, 0])
+
+
+def test_prompts_of_a_mixture_name_their_source(write):
+    rows = [{"prompt": "1+2?", "label": 3}, {"prompt": "2+2?", "label": 4, "data_source": "own"}]
+    parts = [
+        {"path": write("a.jsonl", rows), "label": "easy"},
+        {"path": write("b.jsonl", rows[:1])},
+        {"path": write("c.jsonl", rows[:1])},
+        {"arithmetic": {"rows": 1}},
+    ]
+    mixture = DataSource.model_validate({"sources": parts})
+    assert mixture.labels == ["easy", "file", "file-2", "arithmetic"]
+    data = load_data("eval", mixture)
+    assert [row["source"] for row in data.rows] == ["easy", "own", "file", "file-2", "arithmetic"]
+    assert data_report("eval", data)["duplicate_rows"] == 2  # whatever their source
+    alone = load_data("eval", DataSource(path=write("d.jsonl", rows)))
+    assert [row.get("source") for row in alone.rows] == [None, "own"]
 
 
 @pytest.mark.parametrize(("counts", "probabilities"), [([5, 50], [0.5, 0.5]), ([300, 20, 7], [0.2, 0.7, 0.1])])
