@@ -1,4 +1,4 @@
-"""The pipeline: data sets, then SFT, reward models, DPO, KTO, PPO, evaluation; each made once and reused for ever."""
+"""The pipeline: data sets, then SFT, samples, reward models, DPO, KTO, PPO, evaluation; each made once, for ever."""
 
 import base64
 import re
@@ -19,6 +19,7 @@ from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.pipeline import PipelineSettings, RunSettings, apply_overrides
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
+from rlhf_core.config.sampling import SampleSettings
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
 from stages.plan import PlannedStage, plan_pipeline
@@ -33,6 +34,7 @@ NO_OVERRIDES: list[str] = []
 def sft_rm_ppo(
     data: DataSettings,
     sft: SftSettings | None = None,
+    sample: SampleSettings | None = None,
     rm: RmSettings | None = None,
     prm: PrmSettings | None = None,
     dpo: DpoSettings | None = None,
@@ -48,7 +50,8 @@ def sft_rm_ppo(
     Prefect replaces a parameter as a whole. To change single settings give `set`, a list of dotted overrides such as
     ["ppo.optimizer.lr=1e-6"], which is merged last.
     """
-    sections = {"sft": sft, "rm": rm, "prm": prm, "dpo": dpo, "kto": kto, "ppo": ppo, "evaluate": evaluate}
+    supervised = {"sft": sft, "rm": rm, "prm": prm, "dpo": dpo, "kto": kto}
+    sections = {**supervised, "sample": sample, "ppo": ppo, "evaluate": evaluate}
     try:
         settings = resolve({"data": data, **sections, "run": run}, set)
         plan = plan_pipeline(settings)

@@ -65,6 +65,7 @@ def run_stage(spec: dict[str, Any]) -> State:
 
 prepare_data = run_stage.with_options(name="stage-prepare-data")
 sft = run_stage.with_options(name="stage-sft")
+sample = run_stage.with_options(name="stage-sample")
 rm = run_stage.with_options(name="stage-rm")
 prm = run_stage.with_options(name="stage-prm")
 dpo = run_stage.with_options(name="stage-dpo")
@@ -77,6 +78,7 @@ evaluate = run_stage.with_options(name="stage-evaluate")
 FLOWS: dict[str, tuple[str, Flow[..., Any]]] = {
     "prepare-data": ("prepare_data", prepare_data),
     "sft": ("sft", sft),
+    "sample": ("sample", sample),
     "rm": ("rm", rm),
     "prm": ("prm", prm),
     "dpo": ("dpo", dpo),

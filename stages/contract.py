@@ -1,6 +1,7 @@
 """What has to agree between the artifacts that a stage reads, checked before an accelerator is taken."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,22 @@ def check_length(setting: str, length: int, model: str, directory: Path) -> None
             f"{setting} {length} is above max_position_embeddings {positions} of {model}; lower it or start from a "
             f"model with more positions"
         )
+
+
+def check_models(
+    manifests: Mapping[str, Manifest], inputs: Mapping[str, Path], lengths: Mapping[str, tuple[str, int]]
+) -> None:
+    """Refuses a policy and models of rewards that do not fit together: of the inputs those called policy, reward and
+    process. lengths: input -> (what is so long, tokens that it has to read)."""
+    models = {name: manifests[name] for name in ("policy", "reward", "process") if name in manifests}
+    check_same_tokenizer(**models)
+    for name, manifest in models.items():
+        what, length = lengths[name]
+        check_length(what, length, described(name, manifest), inputs[name] / "model")
+    if "process" in models:
+        check_head("process", models["process"], "process_reward")
+    if "reward" in models:
+        check_head("reward", models["reward"], "score")
 
 
 def check_held_out(stage: str, dataset: str, data: Manifest) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.rl import PpoSettings
+from rlhf_core.config.sampling import SampleSettings
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, SupervisedSettings, TextSettings
 from rlhf_core.config.training import ModelSource
 from rlhf_core.data.arithmetic import GENERATOR_VERSION
@@ -90,7 +91,7 @@ def _model_digest(setting: str, path: str) -> str:
         return directory_digest(path)
 
 
-def code_digests(section: str, settings: SupervisedSettings | PpoSettings) -> dict[str, str]:
+def code_digests(section: str, settings: SupervisedSettings | PpoSettings | SampleSettings) -> dict[str, str]:
     """Setting -> SHA-256 of the user's file that it names: what decides what a row becomes, or what is rewarded."""
     digests: dict[str, str] = {}
     for name, (path, kind) in _user_files(settings).items():
@@ -99,13 +100,13 @@ def code_digests(section: str, settings: SupervisedSettings | PpoSettings) -> di
     return digests
 
 
-def _user_files(settings: SupervisedSettings | PpoSettings) -> dict[str, tuple[str, str]]:
+def _user_files(settings: SupervisedSettings | PpoSettings | SampleSettings) -> dict[str, tuple[str, str]]:
     """Setting -> (path, what should be there)."""
     if isinstance(settings, SupervisedSettings):
         return _template_file("text", settings.text)
     reward = settings.reward
     files = {f"reward.functions.{one.name}": (one.path, "Python file") for one in reward.functions}
-    if settings.ptx is not None:
+    if isinstance(settings, PpoSettings) and settings.ptx is not None:
         files |= _template_file("ptx.text", settings.ptx.text)
     if reward.json_schema is not None:
         files["reward.json_schema.path"] = (reward.json_schema.path, "JSON schema")

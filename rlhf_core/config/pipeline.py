@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from rlhf_core.config.base import Neutral, Settings, SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
 from rlhf_core.config.rl import EvaluateSettings, PpoSettings
+from rlhf_core.config.sampling import SampleSettings
 from rlhf_core.config.supervised import (
     DpoSettings,
     KtoSettings,
@@ -22,6 +23,7 @@ from rlhf_core.config.supervised import (
 # Section -> the data sets that its stage reads: the one it is trained on, then the others.
 SECTION_DATA: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
+    "sample": ("prompts",),
     "rm": ("pairs",),
     "prm": ("steps",),
     "dpo": ("pairs",),
@@ -29,6 +31,8 @@ SECTION_DATA: dict[str, tuple[str, ...]] = {
     "ppo": ("prompts", "eval"),
     "evaluate": ("eval",),
 }
+# Those that can read what the stage sample makes instead, by a setting that is called like the data set.
+ON_POLICY = {"rm": "pairs", "dpo": "pairs", "prm": "steps"}
 # Sections that make a causal model which can be sampled from, in the order in which they follow one another.
 POLICIES = ("sft", "dpo", "kto", "ppo")
 
@@ -92,6 +96,7 @@ class PipelineSettings(Settings):
     run: RunSettings = Field(default_factory=RunSettings, description="Store, scratch, tracking.")
     data: DataSettings = Field(description="The data sets.")
     sft: SftSettings | None = Field(default=None, description="Supervised fine-tuning.")
+    sample: SampleSettings | None = Field(default=None, description="A data set of a policy's own responses, scored.")
     rm: RmSettings | None = Field(default=None, description="The reward model.")
     prm: PrmSettings | None = Field(default=None, description="The process reward model.")
     dpo: DpoSettings | None = Field(default=None, description="Direct preference optimisation.")
@@ -102,6 +107,21 @@ class PipelineSettings(Settings):
     def policies(self) -> list[str]:
         """Sections that are there and make a policy. The first is what the others started from, where they did."""
         return [name for name in POLICIES if getattr(self, name) is not None]
+
+    def on_policy(self) -> list[str]:
+        """Sections that are trained on what the stage sample makes."""
+        sections = {name: getattr(self, name) for name in ON_POLICY}
+        return [
+            name for name, one in sections.items() if one is not None and getattr(one, ON_POLICY[name]) == "on_policy"
+        ]
+
+    def models_of(self, section: str) -> dict[str, str]:
+        """Input name -> the section whose model the stage of `section` starts from or is given."""
+        if section in ("ppo", "sample"):
+            one: PpoSettings | SampleSettings = getattr(self, section)
+            rewards = {"reward": "rm"} if one.needs_reward_model else {}
+            return {"policy": one.policy, **rewards, **({"process": "prm"} if one.needs_process_model else {})}
+        return {"model": "sft"} if section != "sft" and getattr(self, section).model is None else {}
 
     @model_validator(mode="after")
     def _starting_points(self) -> "PipelineSettings":
@@ -140,6 +160,69 @@ class PipelineSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _sample_inputs(self) -> "PipelineSettings":
+        sample = self.sample
+        if sample is None:
+            return self
+        for setting, section in self._sample_models():
+            if getattr(self, section) is None:
+                raise ValueError(f"{setting}, and there is no section {section}; add it, or change that")
+        above = self._sections_above_sample()
+        for section in self.on_policy():
+            if section in above:
+                raise ValueError(
+                    f"{section}.{ON_POLICY[section]} is on_policy, and sample itself needs {above[section]}; "
+                    f"one of the two has to do without the other"
+                )
+        return self
+
+    def _sample_models(self) -> list[tuple[str, str]]:
+        """(setting of the section sample, the section whose model it asks for)."""
+        sample = self.sample
+        assert sample is not None  # the caller has looked
+        asked = {"policy": f"sample.policy is {sample.policy}", "reward": f"sample.reward.rm is {sample.reward.rm}"}
+        asked["process"] = f"sample.reward.prm is {sample.reward.prm}"
+        return [(asked[name], section) for name, section in self.models_of("sample").items()]
+
+    def _sections_above_sample(self) -> dict[str, str]:
+        """Section -> what it is for, of those that have to be done before sample."""
+        above: dict[str, str] = {}
+        left = [(section, f"{section} ({setting})") for setting, section in self._sample_models()]
+        while left:
+            section, reason = left.pop()
+            if section not in above:
+                above[section] = reason
+                left += [(other, reason) for other in self.models_of(section).values()]
+        return above
+
+    @model_validator(mode="after")
+    def _on_policy(self) -> "PipelineSettings":
+        sample = self.sample
+        for name in self.on_policy():
+            kind = ON_POLICY[name]
+            setting = f"{name}.{kind} is on_policy"
+            if sample is None:
+                raise ValueError(
+                    f"{setting}, and there is no section sample; add one of form {kind}, or set it to data"
+                )
+            if sample.form != kind:
+                raise ValueError(f"{setting}, and sample.form is {sample.form}; set that to {kind}")
+            if name == "rm" and sample.eval_share is None:
+                raise ValueError(
+                    f"{setting}, and rm needs held-out pairs, on which the reward model's accuracy and normalisation "
+                    "are measured; give sample.eval_share"
+                )
+        if "prm" in self.on_policy() and sample is not None and self.prm is not None:
+            for field in ("separator", "labels"):
+                one, other = getattr(self.prm, field), getattr(sample.steps, field)
+                if one != other:
+                    raise ValueError(
+                        f"prm.{field} is {one!r} and sample.steps.{field} {other!r}; prm.steps is on_policy, so give "
+                        "both the same"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _something_to_evaluate(self) -> "PipelineSettings":
         if self.evaluate is not None and not self.policies():
             raise ValueError(
@@ -150,7 +233,9 @@ class PipelineSettings(Settings):
     @model_validator(mode="after")
     def _held_out_pairs(self) -> "PipelineSettings":
         pairs = self.data.pairs
-        if self.rm is None or pairs is None or any(part.has_held_out for part in pairs.parts):
+        if self.rm is None or self.rm.pairs == "on_policy":
+            return self
+        if pairs is None or any(part.has_held_out for part in pairs.parts):
             return self
         generated = pairs.arithmetic is not None
         wanted = "arithmetic.eval_rows" if generated else "eval_path, eval_hub, eval_split or eval_share"
@@ -162,7 +247,7 @@ class PipelineSettings(Settings):
     @model_validator(mode="after")
     def _data_sets(self) -> "PipelineSettings":
         for section, kinds in SECTION_DATA.items():
-            for kind in kinds:
+            for kind in kinds if section not in self.on_policy() else ():
                 if getattr(self, section) is not None and getattr(self.data, kind) is None:
                     raise ValueError(f"{section} needs data.{kind}; give it a path, or leave {section} out")
         return self
@@ -184,7 +269,7 @@ def read_pipeline(path: str | Path) -> dict[str, Any]:
         raise SettingsError(f"pipeline file {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise SettingsError(
-            f"pipeline file {path} holds no settings; it wants the keys data, sft, rm, prm, dpo, kto, ppo, evaluate"
+            f"pipeline file {path} holds no settings; it wants the keys data, {', '.join(SECTION_DATA)}"
         )
     return values
 

@@ -129,11 +129,17 @@ class SftSettings(SupervisedSettings):
     model: ModelSource = Field(description="The base model.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+OnPolicy = Literal["data", "on_policy"]
+
+
 class RmSettings(SupervisedSettings):
     """A scalar head on the model, trained on preference pairs."""
 
     metrics = ("loss", "accuracy", "margin")
 
+    pairs: Annotated[OnPolicy, Neutral] = Field(
+        default="data", description="data: data.pairs; on_policy: what the stage sample makes, with form pairs."
+    )
     loss: Literal["sigmoid", "log_exp"] = Field(
         default="sigmoid", description="Bradley-Terry, with the margin where used; or log(1 + exp(-difference))."
     )
@@ -154,6 +160,9 @@ class PrmSettings(SupervisedSettings):
 
     metrics = ("loss", "accuracy")
 
+    steps: Annotated[OnPolicy, Neutral] = Field(
+        default="data", description="data: data.steps; on_policy: what the stage sample makes, with form steps."
+    )
     placeholder_token: str = Field(description="A token of the vocabulary that stands behind each step.")
     reward_tokens: tuple[str, ...] = Field(
         min_length=2, description="Tokens of the verdicts, the first for a right step, e.g. ['+', '-']."
@@ -180,6 +189,9 @@ class DpoSettings(SupervisedSettings):
 
     metrics = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
 
+    pairs: Annotated[OnPolicy, Neutral] = Field(
+        default="data", description="data: data.pairs; on_policy: what the stage sample makes, with form pairs."
+    )
     beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
     loss: Literal["sigmoid", "ipo"] = Field(default="sigmoid", description="DPO's, or IPO's (Azar et al. 2023).")
     label_smoothing: float = Field(

@@ -9,7 +9,7 @@ from rlhf_core.data.batches import chunks
 from rlhf_core.rollout.sample import Sample, SampleRequest
 
 # A call ends with fewer and fewer sequences in the engine: of eight waves that is little of the time.
-_WAVES = 8
+WAVES = 8
 
 
 def generate(
@@ -17,5 +17,5 @@ def generate(
 ) -> list[Sample]:
     """One response a request, in their order. limit: of each call, which has as many requests as the engine takes in
     at a time, eight times over."""
-    parts = chunks(requests, _WAVES * settings.max_num_seqs)
+    parts = chunks(requests, WAVES * settings.max_num_seqs)
     return [sample for part in parts for sample in sampler.call("generate", part, timeout_s=limit)[0]]

@@ -56,6 +56,10 @@ class RewardModel(Protocol):
         """Raises QueryError. May be called in a thread of its own."""
         ...
 
+    def encode_tokens(self, prompt: np.ndarray, response: np.ndarray) -> Encoded:
+        """Of a sampled response, as RL's ranks judge it."""
+        ...
+
     def score(self, encoded: Sequence[Encoded]) -> list[Judged]: ...
 
 
@@ -79,6 +83,10 @@ class OutcomeModel:
         ids = _ids(self._tokenizer, query)
         if not len(ids) or ids[-1] != self._tokenizer.eos_token_id:
             ids = np.append(ids, self._tokenizer.eos_token_id)
+        return Encoded(_checked(ids, self._max_tokens), [len(ids) - 1])
+
+    def encode_tokens(self, prompt: np.ndarray, response: np.ndarray) -> Encoded:
+        ids = np.concatenate([prompt, response])
         return Encoded(_checked(ids, self._max_tokens), [len(ids) - 1])
 
     @torch.no_grad()
@@ -112,6 +120,10 @@ class ProcessModel:
             )
         prompt_ids, response_ids = (_ids(self._tokenizer, text) for text in (head, query[len(head) :]))
         ids, places = judged_response(prompt_ids, response_ids, self._tokenizer, self._model.tokens)
+        return Encoded(_checked(ids, self._max_tokens), places)
+
+    def encode_tokens(self, prompt: np.ndarray, response: np.ndarray) -> Encoded:
+        ids, places = judged_response(prompt, response, self._tokenizer, self._model.tokens)
         return Encoded(_checked(ids, self._max_tokens), places)
 
     def _rendered(self, prompt: str) -> str:

@@ -21,14 +21,18 @@ def judged_response(
 
     Steps are what stands between separators, as in training; a response that was cut off ends in a step as well.
     """
-    if len(response) and _ends_turn(int(response[-1]), tokenizer):
-        response = response[:-1]
+    response = answer_ids(response, tokenizer)
     text = tokenizer.decode(response.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     ends = step_ends(tokenizer, response.tolist(), split_steps(text, tokens.separator))
     # Two steps that end in one token are judged together.
     places = sorted({len(prompt) + end for end in ends})
     ids, positions = place_steps(np.concatenate([prompt, response]), places, tokens.placeholder)
     return (ids[: positions[-1] + 1], positions) if positions else (prompt, [])
+
+
+def answer_ids(response: np.ndarray, tokenizer: Any) -> np.ndarray:
+    """A response without the token that ended the assistant's turn, where it has one."""
+    return response[:-1] if len(response) and _ends_turn(int(response[-1]), tokenizer) else response
 
 
 def _ends_turn(token: int, tokenizer: Any) -> bool:
