@@ -106,3 +106,19 @@ def test_lengths_between_two_bounds():
     assert values == [0.0, 1.0, 1.0, 0.0]
     assert verifiers.length("a b", unit="characters", low=3, high=None) == 1.0
     assert verifiers.length("a b", unit="characters", low=4, high=None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "verifier", "voted"),
+    [
+        ("2+2=4#4", "exact", "4"),
+        ("so #### 1,200 ", "exact", "1200"),
+        ("no mark", "exact", "no mark"),
+        ("# Sum\nso #### 1,200 ", "math", "1200"),
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}.", "math", r"\frac{1}{2}"),
+        (r"\boxed{1", "math", r"\boxed{1"),
+        ("it is 7", "math", "it is 7"),
+    ],
+)
+def test_a_vote_is_for_the_answer_without_its_working(completion, verifier, voted):
+    assert verifiers.answer(completion, verifier) == voted
