@@ -222,10 +222,13 @@ def engine(arguments: Arguments, section: Values, checkpointing: str) -> None:
     """dtype and what of the trainer needs more than its name. checkpointing: `model` or `actor`, the flags' prefix."""
     section["dtype"] = {"bf16": "bfloat16", "fp16": "float16"}[arguments["ds.param_dtype"]]
     attention = arguments["ds.attn_implementation"]
-    if "flash_attn" in arguments or ("ds.attn_implementation" in arguments and attention in _ATTENTION):
-        put(section, "trainer.attention", "flash_attention_2" if "flash_attn" in arguments else attention)
-    elif "ds.attn_implementation" in arguments:
+    if "flash_attn" in arguments:
+        put(section, "trainer.attention", "flash_attention_2")
+        arguments.note("ds.attn_implementation", "no effect beside --flash_attn")
+    elif attention not in _ATTENTION:
         arguments.note("ds.attn_implementation", f"{attention} has no counterpart; trainer.attention is sdpa")
+    elif "ds.attn_implementation" in arguments:  # the default wants a package that a machine without CUDA has not
+        put(section, "trainer.attention", attention)
     reentrant = f"{checkpointing}.gradient_checkpointing_reentrant"
     if arguments[reentrant]:
         if arguments[f"{checkpointing}.gradient_checkpointing_enable"]:

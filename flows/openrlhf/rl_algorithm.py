@@ -52,6 +52,8 @@ def _loss(arguments: Arguments) -> Values:
         "aggregation": "sequence_mean" if sequences or arguments["actor.policy_loss_type"] == "gspo" else "token_mean",
         "entropy_coef": arguments["actor.entropy_coef"] or 0.0,
     }
+    if arguments["actor.policy_loss_type"] == "gspo":
+        arguments.note("actor.loss_agg_mode", "no effect: GSPO is a mean over sequences, in OpenRLHF too")
     if arguments["actor.entropy_coef"] == 0:
         arguments.note("actor.entropy_coef", "the entropy is measured in every run")
     bound = arguments["actor.dual_clip"]

@@ -140,6 +140,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
             return variables[name]
         return match[0] if match[2] is None else match[2]
 
+    text = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", text)  # a quoted array is a word for each of its own
     for _ in range(10):  # values may name further variables
         changed = _VARIABLE.sub(value, text)
         if changed == text:

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from openrlhf_flags import NEEDED, all_spellings, imported, values_of
 
 from flows.openrlhf.flags import COMMANDS
 from rlhf_core.config.base import SettingsError
-from openrlhf_flags import NEEDED, all_spellings, imported, values_of
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 ROW = re.compile(r"^\| (`--.*?) \| (.*) \|$", re.MULTILINE)
@@ -32,7 +32,7 @@ def test_an_unknown_flag_is_named_with_its_command(command: str):
 
 
 def test_a_flag_of_another_command_is_unknown():
-    with pytest.raises(SettingsError, match="--actor.adam.lr: train_sft has no such flag"):
+    with pytest.raises(SettingsError, match=r"--actor\.adam\.lr: train_sft has no such flag"):
         imported("train_sft", {"actor.adam.lr": ["1e-6"]})
     with pytest.raises(SettingsError, match="--multiturn: train_dpo has no such flag"):
         imported("train_dpo", {"multiturn": []})
