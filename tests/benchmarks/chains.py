@@ -13,7 +13,7 @@ from rlhf_core.config.pipeline import PipelineSettings, load_pipeline
 from rlhf_core.store.artifacts import artifact_path, read_manifest
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
-from rlhf_core.tracking.plots import Curve
+from rlhf_core.tracking.plots import Curve, plot_curves
 from stages.plan import PlannedStage, plan_pipeline
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,15 @@ def curve(manifest: Manifest, store: Store, phase: str, name: str) -> Curve:
     records = [json.loads(line) for line in store.read_bytes(f"{folder}/metrics.jsonl").decode().splitlines()]
     points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def draw_truth(path: Path, title: str, runs: dict[int, Manifest], store: Store) -> None:
+    """The reward model's score and the truth, by step, of PPO for each seed: over-optimisation is where they part."""
+    curves = {}
+    for seed, manifest in runs.items():
+        for name, phase, label in (("reward/rm", "train", "RM score"), ("exact_match", "eval", "exact match, greedy")):
+            curves[f"{label}, seed {seed}"] = curve(manifest, store, phase, name)
+    plot_curves(path, title, curves)
 
 
 def number(value: Any) -> float:

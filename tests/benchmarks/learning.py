@@ -13,11 +13,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from chains import PROJECT, STORE, curve, number, percent, run_chain
+from chains import PROJECT, STORE, draw_truth, number, percent, run_chain
 
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
-from rlhf_core.tracking.plots import plot_curves
 
 REWARDS = {"demo": [], "rm-only": ["ppo.reward={rm: 1.0, exact: 0.0}"]}
 BF16 = ["ppo.dtype=bfloat16", "ppo.sampler.dtype=bfloat16", "ppo.steps=20"]
@@ -70,7 +69,7 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
         gains = [100 * number(made["evaluate"].metrics["gain"]) for made in chains.values()]
         lines.append(f"{reward}: median gain {statistics.median(gains):+.1f} points, smallest {min(gains):+.1f}.")
         plot = docs / f"learning-{reward}.png"
-        draw(plot, reward, {seed: made["ppo"] for seed, made in chains.items()}, store)
+        draw_truth(plot, f"PPO with reward: {reward}", {seed: made["ppo"] for seed, made in chains.items()}, store)
         lines += ["", f"![{reward}]({plot.name})", ""]
     mean, largest = number(bf16.metrics["parity/mean"]), number(bf16.metrics["parity/max"])
     kept = "kept" if mean < BF16_MEAN else "NOT KEPT"
@@ -82,15 +81,6 @@ def write_docs(docs: Path, results: dict[tuple[int, str], dict[str, Manifest]], 
     docs.mkdir(exist_ok=True)
     (docs / "learning.md").write_text("\n".join(lines))
     print("\n".join(lines))
-
-
-def draw(path: Path, reward: str, runs: dict[int, Manifest], store: Store) -> None:
-    """The reward model's score and the truth, by step: over-optimisation is where they part."""
-    curves = {}
-    for seed, manifest in runs.items():
-        for name, phase, label in (("reward/rm", "train", "RM score"), ("exact_match", "eval", "exact match, greedy")):
-            curves[f"{label}, seed {seed}"] = curve(manifest, store, phase, name)
-    plot_curves(path, f"PPO with reward: {reward}", curves)
 
 
 if __name__ == "__main__":
