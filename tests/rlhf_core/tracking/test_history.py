@@ -86,6 +86,24 @@ def test_samples_travel_with_a_checkpoint(tmp_path):
     assert shown == ["1", "2", "3"]
 
 
+def test_generations_of_the_same_prompts_travel_with_a_checkpoint_too(tmp_path):
+    rows = [{"prompt": "1+1=", "response": "2#2"}, {"prompt": "a|b", "response": "`x`\ny"}]
+    first, resumed = history(tmp_path / "first"), history(tmp_path, tensorboard=True)
+    for step in (0, 5):
+        first.add_generations(step, rows)
+    resumed.replace(first.records, first.samples, json.loads(json.dumps(first.generations[:2])))
+    resumed.add_generations(5, rows)
+    resumed.close()
+    assert resumed.generations == first.generations == [{"step": step, **row} for step in (0, 5) for row in rows]
+    accumulator = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
+    accumulator.Reload()
+    shown = accumulator.Tensors("generations/text_summary")
+    assert [one.step for one in shown] == [0, 5]
+    assert shown[1].tensor_proto.string_val[0].decode() == (
+        "| step | prompt | response |\n| --- | --- | --- |\n| 5 | `1+1=` | `2#2` |\n| 5 | `a\\|b` | `'x' y` |\n"
+    )
+
+
 def test_a_nan_metric_is_kept_by_name_and_shown_as_what_it_is(tmp_path):
     first = history(tmp_path / "first", tensorboard=True)
     for step, loss in enumerate((1.0, math.nan, math.inf), start=1):
@@ -147,6 +165,7 @@ h.add(5, {"loss": 2.0})
 print("printed by the driver")
 h.add(7, {"loss": 1.5}, phase="eval")
 h.add(10, {"loss": 1.0})
+h.add_generations(10, [{"prompt": "1+1=", "response": "2"}])
 h.close()
 """
 
@@ -165,8 +184,8 @@ def wandb_run(tmp_path):
     return directory, records
 
 
-def test_an_offline_wandb_run_holds_its_share_of_the_curve_the_settings_and_its_names(wandb_run):
-    _, records = wandb_run
+def test_an_offline_wandb_run_holds_its_share_of_the_curve_the_settings_its_names_and_generations(wandb_run):
+    directory, records = wandb_run
     rows = [
         {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
         for record in records
@@ -178,7 +197,10 @@ def test_an_offline_wandb_run_holds_its_share_of_the_curve_the_settings_and_its_
     assert run.display_name == "try-1-sft-abc"
     assert config["lr"] == 0.1
     losses = [(row["step"], row.get("train/loss"), row.get("eval/loss")) for row in rows]
-    assert losses == [(5, 2.0, None), (7, None, 1.5), (10, 1.0, None)]
+    assert [one for one in losses if one[1:] != (None, None)] == [(5, 2.0, None), (7, None, 1.5), (10, 1.0, None)]
+    (table,) = directory.glob("offline-run-*/files/media/table/*.table.json")
+    content = json.loads(table.read_text())
+    assert (content["columns"], content["data"]) == (["step", "prompt", "response"], [[10, "1+1=", "2"]])
 
 
 def test_what_wandb_leaves_to_be_published_says_nothing_of_this_machine(wandb_run, tmp_path):
