@@ -16,7 +16,7 @@ from rlhf_core.algorithms.kl import adapted_coefficient
 from rlhf_core.algorithms.process_reward import right_probability
 from rlhf_core.algorithms.segments import last_in_segment
 from rlhf_core.config.rl import PpoSettings
-from rlhf_core.data.batches import SampleOrder, chunks
+from rlhf_core.data.batches import SampleOrder
 from rlhf_core.data.layout import MicroBatch, make_batch
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.data.token_cache import TokenTable
@@ -37,6 +37,7 @@ from rlhf_core.training.rank import Job, TrainerRank
 from rlhf_core.training.rl_batches import (
     by_item,
     experience_batches,
+    optimizer_steps,
     ptx_batches,
     ptx_layout,
     rollout_layout,
@@ -185,16 +186,14 @@ class RlTrainer(TrainerRank):
         new_tokens = settings.rollout.max_new_tokens
         experience = build_experience(scored, graded, algorithm, self.state, new_tokens)
         policy_objective = self._policy_objective()
-        order = SampleOrder(len(scored), _order_seed(settings.seed, step))
         results: dict[str, list[StepResult]] = {"critic": [], "policy": []}
-        for epoch in range(settings.epochs):
-            for ids in chunks(order.ids(epoch * len(scored), len(scored)), settings.batch_size):
-                pad = self.tokenizer.pad_token_id
-                batches = experience_batches(experience, ids, self.layout, self.mesh.data_rank, pad)
-                if self.critic is not None:
-                    results["critic"].append(self.critic.step(batches, self.value_objective))
-                if step > settings.warmup_steps:
-                    results["policy"].append(self.policy.step([*batches, *self._next_ptx()], policy_objective))
+        pad, seed = self.tokenizer.pad_token_id, _order_seed(settings.seed, step)
+        for ids in optimizer_steps(len(scored), settings.batch_size, settings.epochs, seed):
+            batches = experience_batches(experience, ids, self.layout, self.mesh.data_rank, pad)
+            if self.critic is not None:
+                results["critic"].append(self.critic.step(batches, self.value_objective))
+            if step > settings.warmup_steps:
+                results["policy"].append(self.policy.step([*batches, *self._next_ptx()], policy_objective))
         summary = {**experience.metrics, "kl/coef": self.state.kl_coef}
         for role, steps in results.items():
             summary |= {f"{role}/{name}": value for name, value in over_steps(steps).items()}

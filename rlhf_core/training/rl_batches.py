@@ -1,6 +1,6 @@
 """Trajectories as items of data/layout.py: dealt to ranks by their tokens, cut into micro-batches, packed or padded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.config.training import TrainerSettings
+from rlhf_core.data.batches import SampleOrder, chunks
 from rlhf_core.data.layout import Layout, MicroBatch, make_batch, plan_step
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.training.experience import Experience
@@ -53,6 +54,14 @@ def shares(lengths: Sequence[int], layout: Layout, peers: int = 1) -> list[Share
         place = {number: at for at, number in enumerate(numbers)}
         made.append(Share(numbers or [0], [[[place[number] for number in row] for row in micro] for micro in plan]))
     return [share for share in made for _ in range(peers)]
+
+
+def optimizer_steps(trajectories: int, batch_size: int, epochs: int, seed: int) -> Iterator[Sequence[int]]:
+    """Numbers of the trajectories of each optimizer step: every trajectory once an epoch, each epoch in an order of its
+    own, whatever the ranks. An epoch's last step is smaller where batch_size does not divide the trajectories."""
+    order = SampleOrder(trajectories, seed)
+    for epoch in range(epochs):
+        yield from chunks(order.ids(epoch * trajectories, trajectories), batch_size)
 
 
 def trajectory_item(prompt_ids: np.ndarray, response_ids: np.ndarray, action_mask: np.ndarray) -> Item:
