@@ -149,7 +149,13 @@ def check_heads(trainer: TrainerSettings, config: Any) -> None:
     if tensor * sequence == 1:
         return
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)  # under whatever name the family keeps it
+    if heads is None:
+        name, size = ("tensor_parallel", tensor) if tensor > 1 else ("sequence_parallel", sequence)
+        raise SettingsError(
+            f"trainer.{name} {size}: models of type {text.model_type} have no attention heads for ranks to share; set "
+            f"{name} to 1"
+        )
     kv_heads = text.to_dict().get("num_key_value_heads") or heads  # a field of models with grouped queries
     if heads % tensor or kv_heads % tensor:
         raise SettingsError(

@@ -133,6 +133,29 @@ def test_heads_are_shared_evenly(trainer: dict[str, Any], heads: int, kv_heads: 
         check_heads(TrainerSettings(**trainer), config)
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "rwkv"])
+def test_a_model_without_attention_heads_has_none_to_share(model_type: str, name: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    check_heads(TrainerSettings(ranks=2), config)
+    with pytest.raises(SettingsError) as caught:
+        check_heads(TrainerSettings(ranks=2, **{name: 2}), config)
+    assert str(caught.value) == (
+        f"trainer.{name} 2: models of type {model_type} have no attention heads for ranks to share; set {name} to 1"
+    )
+
+
+def test_heads_are_found_under_the_familys_own_name() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("gpt2", n_head=6)
+    check_heads(TrainerSettings(ranks=3, tensor_parallel=3), config)
+    with pytest.raises(SettingsError, match="does not divide the model's 6 attention heads"):
+        check_heads(TrainerSettings(ranks=4, tensor_parallel=4), config)
+
+
 WINDOW = {"sliding_window": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 HYBRID = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 FORGETS = (
