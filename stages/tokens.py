@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.base import Settings
@@ -77,33 +78,36 @@ def _cached(
     source: str,
     kind: str,
     file: str,
-    encode: "Callable[[list[dict[str, Any]]], EncodedData]",
+    encode: "Callable[..., EncodedData]",
     own: dict[str, Any],
 ) -> "tuple[str, CachedTokens]":
-    """The rows of a file of the input `source`. own: what of the stage's settings their tokens depend on."""
+    """The rows of a file of the input `source`. encode: a method of `encoder`. own: what of the stage's settings their
+    tokens depend on."""
     from rlhf_core.data.errors import TokenError
-    from rlhf_core.data.rows import read_jsonl
+    from rlhf_core.data.rows import stream_jsonl
     from rlhf_core.data.token_cache import cached_tokens, token_key
 
     digest = context.manifests[source].files[file]
     key = token_key(kind, digest, encoder.tokenizer, encoder.chat_template, encoder.text, encoder.max_len, settings=own)
     try:
         path = context.inputs[source] / file
-        return key, cached_tokens(context.store, key, context.scratch / "tokens", lambda: encode(read_jsonl(path)))
+        # One row at a time, whatever their number.
+        made = cached_tokens(
+            context.store, key, context.scratch / "tokens", lambda sink: encode(stream_jsonl(path), into=sink).report
+        )
+        return key, made
     except TokenError as error:
         raise TokenError(f"{context.stage}: data.{kind}, {file}: {error}") from None
 
 
-def _encoding(
-    encoder: "Encoder", kind: str, settings: Settings
-) -> "tuple[Callable[[list[dict[str, Any]]], EncodedData], dict[str, Any]]":
+def _encoding(encoder: "Encoder", kind: str, settings: Settings) -> "tuple[Callable[..., EncodedData], dict[str, Any]]":
     """How rows of a kind are encoded, and what of the stage's settings that depends on."""
     if isinstance(settings, PrmSettings):
         names = {"placeholder_token", "reward_tokens", "separator", "labels"}
-        return lambda rows: encoder.steps(rows, settings), settings.model_dump(mode="json", include=names)
+        return partial(encoder.steps, settings=settings), settings.model_dump(mode="json", include=names)
     if isinstance(settings, RmSettings):
         margin = settings.use_margin
-        return lambda rows: encoder.pairs(rows, margin=margin), {"margin": margin}
+        return partial(encoder.pairs, margin=margin), {"margin": margin}
     return {"sft": encoder.sft, "pairs": encoder.pairs, "labelled": encoder.labelled}[kind], {}
 
 

@@ -9,7 +9,7 @@ text.on_bad_row `drop` it is dropped and counted instead.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,9 +28,27 @@ ENCODER_VERSION = 2  # part of the token cache's key: raise it when any row give
 _CHARACTERS_AT_ONCE = 2**20  # of texts that are held and encoded in one call
 
 
+class ItemSink(Protocol):
+    """Takes items as they are made, in order, with the number (from 0) of the row that they come from."""
+
+    def add(self, items: Sequence[Item], row_id: int) -> None: ...
+
+
+@dataclass
+class EncodedItems:
+    """The items in memory."""
+
+    items: list[Item] = field(default_factory=list)
+    row_ids: list[int] = field(default_factory=list)
+
+    def add(self, items: Sequence[Item], row_id: int) -> None:
+        self.items += items
+        self.row_ids += [row_id] * len(items)
+
+
 @dataclass(frozen=True)
 class EncodedData:
-    """items, the number (from 0) of the row that each comes from, and what became of every row."""
+    """What became of every row; items and their rows' numbers, unless they went `into` a sink."""
 
     items: list[Item]
     row_ids: list[int]
@@ -58,7 +76,8 @@ class Encoder:
     """Encodes rows with one tokenizer under one set of text settings.
 
     `chat_template` is the template in use, from text.chat_template where that is given: an exported tokenizer has to
-    carry it. max_len: longest sequence, tokens. Raises TokenError for a tokenizer that cannot do what is asked.
+    carry it. max_len: longest sequence, tokens. Rows may be more than memory holds: they are gone through once, and
+    with `into` items go there as they are made. Raises TokenError for a tokenizer that cannot do what is asked.
     """
 
     def __init__(self, tokenizer: Any, text: TextSettings, max_len: int):
@@ -75,21 +94,21 @@ class Encoder:
     def chat_template(self) -> str | dict[str, str] | None:
         return self._template.content if self._template is not None else None
 
-    def sft(self, rows: Sequence[Row]) -> EncodedData:
+    def sft(self, rows: Iterable[Row], *, into: ItemSink | None = None) -> EncodedData:
         """One sample an item, the loss weights of its assistant turns. A text may give several (truncation split)."""
         make = self._chunks if self.text.truncation == "split" else self._item
-        return self._encode("sft", rows, self._plan_sft, make)
+        return self._encode("sft", rows, self._plan_sft, make, into)
 
-    def pairs(self, rows: Sequence[Row], margin: bool = False) -> EncodedData:
+    def pairs(self, rows: Iterable[Row], margin: bool = False, *, into: ItemSink | None = None) -> EncodedData:
         """Two samples an item, chosen and rejected, weight 1 on the response; the scalar `margin` if asked for."""
 
         def plan(row: Row) -> list[_Plan]:
             drafts = tuple(self._response(row, row[side]) for side in ("chosen", "rejected"))
             return [_Plan(drafts, {"margin": _number(row, "margin")} if margin else {})]
 
-        return self._encode("pairs", rows, plan, self._pair)
+        return self._encode("pairs", rows, plan, self._pair, into)
 
-    def labelled(self, rows: Sequence[Row]) -> EncodedData:
+    def labelled(self, rows: Iterable[Row], *, into: ItemSink | None = None) -> EncodedData:
         """One sample an item, weight 1 on the response; the scalar `label`: 1 for a good response, 0 for a bad one."""
 
         def plan(row: Row) -> list[_Plan]:
@@ -97,9 +116,9 @@ class Encoder:
                 raise TokenError(f"label is {row['label']!r}; give true or false", "label is not true or false")
             return [_Plan((self._response(row, row["response"]),), {"label": float(row["label"])})]
 
-        return self._encode("labelled", rows, plan, self._item)
+        return self._encode("labelled", rows, plan, self._item, into)
 
-    def steps(self, rows: Sequence[Row], settings: PrmSettings) -> EncodedData:
+    def steps(self, rows: Iterable[Row], settings: PrmSettings, *, into: ItemSink | None = None) -> EncodedData:
         """One sample an item: the solution with a placeholder behind each step, whose verdicts are the labels there."""
         placeholder = single_id(self.tokenizer, settings.placeholder_token, "placeholder_token")
         for token in settings.reward_tokens:
@@ -112,9 +131,9 @@ class Encoder:
         def item(plan: _Plan, spelled: Sequence[Spelled]) -> _Made:
             return self._judged(plan, spelled[0], placeholder)
 
-        return self._encode("steps", rows, plan, item)
+        return self._encode("steps", rows, plan, item, into)
 
-    def prompts(self, rows: Sequence[Row]) -> EncodedData:
+    def prompts(self, rows: Iterable[Row]) -> EncodedData:
         """One sample an item, what generation is given; no weights. Prompts are never cut."""
 
         def item(_: _Plan, spelled: Sequence[Spelled]) -> _Made:
@@ -262,12 +281,14 @@ class Encoder:
     def _encode(
         self,
         kind: str,
-        rows: Sequence[Row],
+        rows: Iterable[Row],
         plan: Callable[[Row], list[_Plan]],
         make: Callable[[_Plan, Sequence[Spelled]], _Made],
+        into: ItemSink | None = None,
     ) -> EncodedData:
-        items: list[Item] = []
-        row_ids: list[int] = []
+        held = EncodedItems()
+        sink = into if into is not None else held
+        first: Item | None = None
         counts = TokenCounts(kind, self.max_len)
         for planned in _batches(self._planned(rows, plan, counts)):
             spelled = iter(self._speller.spell([draft for _, one in planned for draft in one.drafts]))
@@ -286,12 +307,12 @@ class Encoder:
                     special_texts=sum(part.special_texts for part in parts),
                     end_tokens=self._end_tokens(one),
                 )
-                items += made.items
-                row_ids += [number] * len(made.items)
-        report = counts.report(show_item(self.tokenizer, items[0]) if items else "")
-        if rows and not items:
-            raise TokenError(f"data set {kind}: none of the {len(rows)} rows can be used: {report.drops_in_words()}")
-        return EncodedData(items, row_ids, report)
+                first = first or made.items[0]
+                sink.add(made.items, number)
+        report = counts.report(show_item(self.tokenizer, first) if first is not None else "")
+        if report.rows and first is None:
+            raise TokenError(f"data set {kind}: none of the {report.rows} rows can be used: {report.drops_in_words()}")
+        return EncodedData(held.items, held.row_ids, report)
 
     def _dropped(self, bad: BadRow | TokenError, number: int) -> BadRow:
         """What is counted of a row that cannot be used. Raises TokenError, with its number, where that is asked for."""
@@ -310,7 +331,7 @@ class Encoder:
         return {token: self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
 
     def _planned(
-        self, rows: Sequence[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
+        self, rows: Iterable[Row], plan: Callable[[Row], list[_Plan]], counts: TokenCounts
     ) -> Iterator[tuple[int, _Plan]]:
         """Each item to be, with its row's number from 0."""
         for number, row in enumerate(rows):

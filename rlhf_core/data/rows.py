@@ -1,7 +1,7 @@
 """Rows as JSON lines: what prepare-data writes and the trained stages read."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    return [json.loads(line) for line in lines(path.read_text(encoding="utf-8"))]
+    return list(stream_jsonl(path))
+
+
+def stream_jsonl(path: Path) -> Iterator[Row]:
+    """The same, one row at a time."""
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
 def lines(text: str) -> list[str]:

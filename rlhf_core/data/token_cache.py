@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +21,13 @@ import pyarrow as pa
 
 from rlhf_core.config.base import Settings
 from rlhf_core.config.supervised import TextSettings
-from rlhf_core.data.encode import ENCODER_VERSION, EncodedData
+from rlhf_core.data.encode import ENCODER_VERSION, ItemSink
 from rlhf_core.data.samples import Item, Sample
 from rlhf_core.data.token_report import TokenReport
 
 _TOKENS, _REPORT, _COMPLETE = "tokens.arrow", "report.json", "COMPLETE.json"
 _ITEMS_PER_CHUNK = 1024
 _SCALAR = "scalar."
-_END_TOKENS = b"end_token_ids"
 
 
 class TokenStore(Protocol):
@@ -89,9 +88,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def cached_tokens(
-    store: TokenStore, key: str, local_dir: str | Path, encode: Callable[[], EncodedData]
+    store: TokenStore, key: str, local_dir: str | Path, encode: Callable[[ItemSink], TokenReport]
 ) -> CachedTokens:
-    """The items under `key`, made and stored by `encode` unless they are there. They are fetched to local_dir.
+    """The items under `key`, made by `encode` and stored unless they are there. They are fetched to local_dir.
 
     Two that encode at once both store; the first to finish counts for both.
     """
@@ -99,7 +98,7 @@ def cached_tokens(
     complete = _read_complete(store, path)
     hit = complete is not None
     if complete is None:
-        complete = _fill(store, path, encode())
+        complete = _fill(store, path, encode)
     directory = _fetch(store, key, complete, local_dir)
     report = TokenReport.from_json((directory / _REPORT).read_text(encoding="utf-8"))
     return CachedTokens(TokenTable(directory / _TOKENS), report, hit)
@@ -121,11 +120,12 @@ def _fetch(store: TokenStore, key: str, complete: Mapping[str, Any], local_dir: 
     return store.download_verified(f"{_path(key)}/{complete['attempt']}", complete["files"], Path(local_dir) / key)
 
 
-def _fill(store: TokenStore, path: str, data: EncodedData) -> dict[str, Any]:
+def _fill(store: TokenStore, path: str, encode: Callable[[ItemSink], TokenReport]) -> dict[str, Any]:
     attempt = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
-        write_items(Path(directory, _TOKENS), data.items, data.row_ids, data.report.end_tokens.values())
-        Path(directory, _REPORT).write_text(data.report.to_json(), encoding="utf-8")
+        with ItemWriter(Path(directory, _TOKENS)) as writer:
+            report = encode(writer)
+        Path(directory, _REPORT).write_text(report.to_json(), encoding="utf-8")
         files = store.upload_dir(directory, f"{path}/{attempt}")
     store.create(f"{path}/{_COMPLETE}", json.dumps({"attempt": attempt, "files": files}).encode())
     complete = _read_complete(store, path)  # whose attempt counts, the file says
@@ -140,20 +140,43 @@ def _read_complete(store: TokenStore, path: str) -> dict[str, Any] | None:
         return None
 
 
-def write_items(path: Path, items: Sequence[Item], row_ids: Sequence[int], end_token_ids: Iterable[int] = ()) -> None:
-    """One row an item: `row`, `ids.<s>`, `weights.<s>`, `labels.<s>` of each sample, `scalar.<name>`.
-
-    end_token_ids: of the tokens with which responses end; they stand in the schema's metadata.
+class ItemWriter:
+    """Writes items as they come. One row an item: `row`, `ids.<s>`, `weights.<s>`, `labels.<s>` of each sample,
+    `scalar.<name>`.
 
     Raises ValueError where items differ in their number of samples, their scalars, or in having labels.
     """
-    schema = _schema(items[0]) if items else pa.schema([("row", pa.int64())])
-    schema = schema.with_metadata({_END_TOKENS: json.dumps(sorted(end_token_ids))})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        for begin in range(0, len(items), _ITEMS_PER_CHUNK):
-            chunk = items[begin : begin + _ITEMS_PER_CHUNK]
-            columns = {"row": row_ids[begin : begin + _ITEMS_PER_CHUNK]} | _columns(chunk, schema)
-            writer.write_batch(pa.record_batch([pa.array(columns[f.name], f.type) for f in schema], schema=schema))
+
+    def __init__(self, path: Path):
+        self._file = pa.OSFile(str(path), "wb")
+        self._schema = pa.schema([("row", pa.int64())])
+        self._writer: Any = None
+        self._items: list[Item] = []
+        self._row_ids: list[int] = []
+
+    def __enter__(self) -> "ItemWriter":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._flush()
+                self._writer.close()
+
+    def add(self, items: Sequence[Item], row_id: int) -> None:
+        self._items += items
+        self._row_ids += [row_id] * len(items)
+        if len(self._items) >= _ITEMS_PER_CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is None:
+            self._schema = _schema(self._items[0]) if self._items else self._schema
+            self._writer = pa.ipc.new_file(self._file, self._schema)
+        columns = {"row": self._row_ids} | _columns(self._items, self._schema)
+        arrays = [pa.array(columns[one.name], one.type) for one in self._schema]
+        self._writer.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._items, self._row_ids = [], []
 
 
 def _schema(item: Item) -> pa.Schema:
@@ -188,12 +211,17 @@ class TokenTable:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)
             self._chunks = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-            names, about = reader.schema.names, reader.schema.metadata
+            names = reader.schema.names
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         self._samples = sum(name.startswith("ids.") for name in names)
         self._labelled = "labels.0" in names
         self._scalars = [name for name in names if name.startswith(_SCALAR)]
-        self.end_token_ids: tuple[int, ...] = tuple(json.loads(about[_END_TOKENS]))
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Of the tokens with which responses end, as the report beside the items has them."""
+        report = TokenReport.from_json(self.path.with_name(_REPORT).read_text(encoding="utf-8"))
+        return tuple(sorted(report.end_tokens.values()))
 
     def __len__(self) -> int:
         return int(self._starts[-1])

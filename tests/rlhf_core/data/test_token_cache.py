@@ -6,7 +6,7 @@ import pytest
 from rlhf_core.config.supervised import TextSettings
 from rlhf_core.data.encode import Encoder
 from rlhf_core.data.samples import Item, Sample
-from rlhf_core.data.token_cache import TokenTable, cached_tokens, token_key, tokenizer_digest, write_items
+from rlhf_core.data.token_cache import ItemWriter, TokenTable, cached_tokens, token_key, tokenizer_digest
 from rlhf_core.store.backends import StoreError
 from rlhf_core.store.store import Store
 
@@ -42,7 +42,9 @@ def assert_equal(a, b):
     ids=["sft", "pairs", "labelled", "chunks"],
 )
 def test_items_come_back_as_they_were(tmp_path, items):
-    write_items(tmp_path / "tokens.arrow", items, [2 * n for n in range(len(items))])
+    with ItemWriter(tmp_path / "tokens.arrow") as writer:
+        for n, one in enumerate(items):
+            writer.add([one], 2 * n)
     table = TokenTable(tmp_path / "tokens.arrow")
     assert len(table) == len(items)
     assert table.lengths().tolist() == [one.tokens for one in items]
@@ -56,8 +58,8 @@ def test_items_come_back_as_they_were(tmp_path, items):
 
 
 def test_items_that_differ_in_form_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="all must have the same"):
-        write_items(tmp_path / "tokens.arrow", [item(3), item(3, 4)], [0, 1])
+    with pytest.raises(ValueError, match="all must have the same"), ItemWriter(tmp_path / "tokens.arrow") as writer:
+        writer.add([item(3), item(3, 4)], 0)
 
 
 @pytest.fixture
@@ -68,14 +70,18 @@ def encoder(model_tokenizer):
 ROWS = [{"prompt": "How?", "response": "Fine."}, {"prompt": "How " * 200, "response": "No"}]
 
 
+def sft_of(encoder, rows):
+    return lambda sink: encoder.sft(rows, into=sink).report
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_tokens_are_made_once(tmp_path, encoder, scheme):
     store = Store(f"{scheme}{tmp_path / 'store'}")
     calls = []
 
-    def encode():
+    def encode(sink):
         calls.append(1)
-        return encoder.sft(ROWS)
+        return encoder.sft(iter(ROWS), into=sink).report
 
     first = cached_tokens(store, "k" * 64, tmp_path / "a", encode)
     second = cached_tokens(store, "k" * 64, tmp_path / "b", encode)
@@ -89,23 +95,23 @@ def test_tokens_are_made_once(tmp_path, encoder, scheme):
 
 def test_an_entry_without_its_marker_does_not_exist_and_a_damaged_one_is_refused(tmp_path, encoder):
     store = Store(str(tmp_path / "store"))
-    cached_tokens(store, "k", tmp_path / "a", lambda: encoder.sft(ROWS))
+    cached_tokens(store, "k", tmp_path / "a", sft_of(encoder, ROWS))
     (file,) = (tmp_path / "store").rglob("tokens.arrow")
     content = bytearray(file.read_bytes())
     content[-20] ^= 1
     file.write_bytes(content)
     with pytest.raises(StoreError, match="damaged"):
-        cached_tokens(store, "k", tmp_path / "b", lambda: encoder.sft(ROWS))
+        cached_tokens(store, "k", tmp_path / "b", sft_of(encoder, ROWS))
     store.delete_file("cache/tokens/k/COMPLETE.json")
-    assert not cached_tokens(store, "k", tmp_path / "c", lambda: encoder.sft(ROWS)).hit
+    assert not cached_tokens(store, "k", tmp_path / "c", sft_of(encoder, ROWS)).hit
 
 
 def test_of_two_writers_the_first_to_finish_counts(tmp_path, encoder):
     store = Store(str(tmp_path / "store"))
 
-    def encode():  # while this one encodes, another one finishes
-        cached_tokens(store, "k", tmp_path / "other", lambda: encoder.sft(ROWS[:1]))
-        return encoder.sft(ROWS)
+    def encode(sink):  # while this one encodes, another one finishes
+        cached_tokens(store, "k", tmp_path / "other", sft_of(encoder, ROWS[:1]))
+        return encoder.sft(ROWS, into=sink).report
 
     late = cached_tokens(store, "k", tmp_path / "late", encode)
     assert late.report.rows == 1

@@ -151,9 +151,9 @@ def test_a_real_file_trains(
         "sft": encoder.sft,
         "pairs": encoder.pairs,
         "labelled": encoder.labelled,
-        "steps": lambda rows: encoder.steps(rows, settings),
+        "steps": lambda rows, into: encoder.steps(rows, settings, into=into),
     }[KINDS[stage]]
-    cached = cached_tokens(store, "1" * 64, scratch / "tokens", lambda: encode(rows))
+    cached = cached_tokens(store, "1" * 64, scratch / "tokens", lambda sink: encode(rows, into=sink).report)
     report, table = cached.report, cached.table
     assert report.rows == len(rows) == ROWS
     assert report.items == len(table) == report.rows - sum(one.items for one in report.dropped.values())

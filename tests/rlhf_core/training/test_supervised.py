@@ -19,7 +19,7 @@ from transformers import (
 
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings, TextSettings
 from rlhf_core.config.training import LoraSettings, ModelSource, OptimizerSettings, ScratchModel, TrainerSettings
-from rlhf_core.data.encode import EncodedData, Encoder, read_chat_template
+from rlhf_core.data.encode import Encoder, read_chat_template
 from rlhf_core.data.token_cache import cached_tokens
 from rlhf_core.models.export import merge_adapter
 from rlhf_core.models.tokenizer import load_tokenizer
@@ -76,10 +76,11 @@ STAGES = list(TARGETS)
 KTO_REWARDS = ("rewards/desirable", "rewards/undesirable")
 
 
-def encoded(encoder: Encoder, stage: str, settings: Any, rows: list[dict[str, Any]]) -> EncodedData:
+def encoding(encoder: Encoder, stage: str, settings: Any, rows: list[dict[str, Any]]) -> Any:
     if stage == "prm":
-        return encoder.steps(rows, settings)
-    return {"sft": encoder.sft, "rm": encoder.pairs, "dpo": encoder.pairs, "kto": encoder.labelled}[stage](rows)
+        return lambda sink: encoder.steps(rows, settings, into=sink).report
+    encode = {"sft": encoder.sft, "rm": encoder.pairs, "dpo": encoder.pairs, "kto": encoder.labelled}[stage]
+    return lambda sink: encode(rows, into=sink).report
 
 
 def publish_files(store: Store, stage: str, directory: Path) -> Manifest:
@@ -116,7 +117,7 @@ def job_of(tmp_path: Path, llama: str) -> Any:
         encoder = Encoder(load_tokenizer(llama), own.text, own.max_len)
         keys = {"train": "1" * 64, "eval": "2" * 64}
         for (_, key), rows in zip(keys.items(), (rows_of(stage)[HELD_OUT:], rows_of(stage)[:HELD_OUT]), strict=True):
-            cached_tokens(store, key, scratch / "tokens", lambda rows=rows: encoded(encoder, stage, own, rows))
+            cached_tokens(store, key, scratch / "tokens", encoding(encoder, stage, own, rows))
         lease = acquire(store, stage, "a" * 64, {"test": True}, 3600)
         template = read_chat_template(own.text)
         return Job(stage, "a" * 64, own, store.url, lease.n, str(scratch), manifests, keys, template)
