@@ -42,6 +42,12 @@ def group_spread(scores: Tensor, groups: Tensor) -> Tensor:
     return _spread(scores, index, sizes)
 
 
+def group_std(scores: Tensor, groups: Tensor) -> Tensor:
+    """(G,) in the order of the groups' numbers, float64: standard deviation with n - 1; 0 for a group of one."""
+    index, sizes = _indexed(groups)
+    return (_sums(_centred(scores, index, sizes) ** 2, index, sizes) / (sizes - 1).clamp(min=1)).sqrt()
+
+
 def group_sizes(groups: Tensor) -> Tensor:
     """(G,) long, in the order of the groups' numbers."""
     return _indexed(groups)[1]

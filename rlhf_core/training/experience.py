@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algorithms.advantages import gae, normalise, returns_to_go, token_rewards
-from rlhf_core.algorithms.groups import group_centred, group_normalised, group_sizes, group_spread, leave_one_out
+from rlhf_core.algorithms.groups import (
+    group_centred,
+    group_normalised,
+    group_sizes,
+    group_spread,
+    group_std,
+    leave_one_out,
+)
 from rlhf_core.algorithms.kl import kl_estimate
 from rlhf_core.algorithms.mismatch import correction, mismatch_metrics
 from rlhf_core.algorithms.shaping import RunningMoments, overlong_penalty, truncation_penalised
@@ -112,6 +119,7 @@ def build_experience(
         **mismatch_metrics(logprobs, sampled, mask, made),
         **_group_metrics(graded, groups),
         **_kl_metrics(scored),
+        "returns": float((advantages if returns is None else returns)[mask].double().mean()),
         **_value_metrics(scored, returns, mask),
     }
     return Experience(scored, normalise(advantages, mask, algorithm.normalise), returns, made.weights, metrics)
@@ -209,6 +217,7 @@ def _group_metrics(graded: Sequence[Graded], groups: Tensor) -> dict[str, float]
     spread, sizes = group_spread(rewards, groups), group_sizes(groups)
     return {
         "groups/spread": float(spread.mean()),
+        "groups/std": float(group_std(rewards, groups).mean()),
         "groups/equal": float((spread == 0).double().mean()),
         "groups/alone": float((sizes == 1).sum()),
         "groups/short": float((sizes < sizes.max()).sum()),
@@ -230,7 +239,6 @@ def _value_metrics(scored: Sequence[Scored], returns: Tensor | None, mask: Tenso
     left = float((wanted - values).var(unbiased=False))
     return {
         "values": float(values.mean()),
-        "returns": float(wanted.mean()),
         "explained_variance": 1.0 - left / variance if variance > 0 else 0.0,
     }
 

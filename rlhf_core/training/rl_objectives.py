@@ -63,6 +63,7 @@ class PolicyObjective:
         terms = {"policy": Term(masked_sum(losses * select(batch["loss_weights"], mask) * weights, mask))}
         tokens = mask.sum()
         metrics: Metrics = {
+            "surrogate": (terms["policy"].numerator.detach(), self.denominators(batch)["policy"]),
             "clipped": (masked_sum(clipped.float(), mask), tokens),
             "approx_kl": (masked_sum((old - logprobs).detach(), mask), tokens),
         }

@@ -181,11 +181,13 @@ def test_metrics_of_a_rollout() -> None:
     entropies = [float(o.entropy[t]) for o, at in zip(scored, own, strict=True) for t in at]
     assert metrics["entropy"] == pytest.approx(np.mean(entropies), abs=1e-6)
     assert metrics["groups/spread"] == pytest.approx((1.0 + 0.75) / 2)
+    assert metrics["groups/std"] == pytest.approx((1.0 + 0.75) / 2 / math.sqrt(2))  # with n - 1, of two
     assert (metrics["groups/equal"], metrics["groups/alone"], metrics["groups/short"]) == (0.0, 0.0, 0.0)
     values = np.concatenate([o.values[at] for o, at in zip(scored, own, strict=True)])
     returns = np.concatenate([loop(o, r)[1][at] for o, r, at in zip(scored, REWARDS, own, strict=True)])
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-5)
+    assert metrics["returns"] == pytest.approx(np.mean(returns), abs=1e-5)
 
 
 def test_a_group_that_lost_responses_is_counted() -> None:
@@ -200,6 +202,11 @@ def test_without_reference_and_critic_there_is_nothing_of_theirs() -> None:
     ]
     experience = built(bare, estimator="group_norm", kl={"coef": 0.0})
     assert not {"kl", "values", "explained_variance"} & experience.metrics.keys()
+    # Of each pair the better has (a - b) / 2 over the standard deviation |a - b| / sqrt(2), at each of its tokens.
+    better = [1 if r > REWARDS[n ^ 1] else -1 for n, r in enumerate(REWARDS)]
+    counts = [int(s.action_mask.sum()) for s in bare]
+    expected = np.dot(better, counts) / sum(counts) / math.sqrt(2)
+    assert experience.metrics["returns"] == pytest.approx(expected, abs=1e-5)
     (batch,) = experience_batches(experience, range(4), LAYOUT, 0, 0)
     assert not {"ref_logprobs", "old_values", "returns"} & batch.keys()
 
