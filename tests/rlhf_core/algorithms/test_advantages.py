@@ -115,7 +115,14 @@ def test_normalisation_over_action_tokens():
         got = normalise(advantages, mask, how)
         np.testing.assert_allclose(got[mask.bool()], wanted, rtol=1e-9)
         assert got[~mask.bool()].abs().sum() == 0
-    assert torch.isfinite(normalise(torch.full((2, 3), 5.0), mask, "mean_std")).all()
+
+
+@pytest.mark.parametrize("how", ["mean", "mean_std"])
+@pytest.mark.parametrize("value", [5.0, 0.1, -7.3])
+def test_equal_advantages_normalise_to_nothing(value, how):
+    """In float32 the mean of 700 times 0.1 is not 0.1, and what is left would be divided by 1e-4."""
+    mask = torch.ones(70, 10)
+    assert normalise(torch.full((70, 10), value), mask, how).abs().max() < 1e-9
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
