@@ -1,4 +1,4 @@
-"""The page of RL is right: settings, presets, example, and OpenRLHF's options.
+"""The page of RL is right: settings, presets and example.
 
 The tables of settings are made from the models. To write them into the page anew:
 `PYTHONPATH=tests/support python -P tests/test_docs_rl.py`.
@@ -58,26 +58,6 @@ def test_every_preset_is_described_as_it_is():
         assert aggregation == a.aggregation
         expected = f"{a.kl.coef:g} {a.kl.estimator} in the {a.kl.place}" if a.kl.coef else "none"
         assert kl == expected
-
-
-def names(model: type[Settings], prefix: str = "") -> set[str]:
-    found = set()
-    for name, field in model.model_fields.items():
-        found.add(f"{prefix}{name}")
-        for inner in settings_types(field.annotation):
-            found |= names(inner, f"{prefix}{name}.")
-    return found
-
-
-def test_settings_named_beside_openrlhfs_options_exist():
-    section = PAGE.read_text(encoding="utf-8").split("## From OpenRLHF's options")[1]
-    rows = re.findall(r"^\| `(--[\w.]+)` \| (.*) \|$", section, re.MULTILINE)
-    assert len({option for option, _ in rows}) == len(rows) >= 45
-    known = names(PpoSettings)
-    for option, here in rows:
-        for quoted in re.findall(r"`([^`]+)`", here):
-            setting = quoted.split(":")[0]
-            assert quoted.startswith("--") or setting in known, f"{option}: {quoted}"
 
 
 if __name__ == "__main__":
