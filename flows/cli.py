@@ -14,11 +14,12 @@ from rich.table import Table
 
 from flows import follow, services
 from flows.api import Api
+from flows.doctor import examine
 from flows.openrlhf.importing import import_command
 from flows.openrlhf.shell import from_arguments
 from flows.services import Services, ServicesError
-from rlhf_core.config.base import SettingsError
-from rlhf_core.config.pipeline import SECTION_DATA, load_pipeline, read_pipeline
+from rlhf_core.config.base import SettingsError, parse_settings
+from rlhf_core.config.pipeline import SECTION_DATA, RunSettings, load_pipeline, read_pipeline
 from rlhf_core.store.artifacts import read_manifest
 from rlhf_core.store.backends import StoreError
 from rlhf_core.store.keys import directory_digest
@@ -196,6 +197,21 @@ def serve_reward(
             address, bound = listening.getsockname()[:2]
             console.print(f"{loaded.kind} model {model}: http://{address}:{bound}/get_reward", soft_wrap=True)
             reward_server.serve(reward_server.make_app(loaded, token=token, limits=limits), listening)
+
+
+@app.command()
+def doctor(
+    pipeline: Annotated[Path | None, typer.Argument(help="A pipeline file, whose store and scratch are meant.")] = None,
+) -> None:
+    """Say whether this machine and what it talks to are fit for a run. Exit code 1 if something is not."""
+    with _one_line_errors():
+        values = read_pipeline(pipeline).get("run") if pipeline is not None else None
+        settings = parse_settings(RunSettings, values or {}, "run")
+    failed = False
+    for check in examine(settings, Path.cwd()):
+        typer.echo(str(check))
+        failed = failed or check.state == "failed"
+    raise typer.Exit(int(failed))
 
 
 @app.command()

@@ -21,6 +21,7 @@ RUN_ELSEWHERE = {
     "rlhf merge-lora --base BASE --adapter MODEL/adapter --out MERGED": "tests/flows/test_merge_lora.py",
     "rlhf serve-reward --model DIR": "tests/flows/test_serve_reward.py",
     "rlhf serve-reward --model DIR --no-token": "tests/flows/test_serve_reward.py",
+    "rlhf doctor mine.yaml": "tests/flows/test_doctor.py",
     "rlhf import-flags train.sh -o mine.yaml": "tests/flows/openrlhf/test_cli.py",
     "source .venv/bin/activate": "Makefile",
 }

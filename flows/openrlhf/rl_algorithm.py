@@ -103,6 +103,8 @@ def _mismatch(arguments: Arguments, values: Values) -> None:
     level, mode, statistic = (arguments[_PREFIX + part] for part in ("level", "mode", "gating"))
     if arguments["enable_vllm_is_correction"]:
         level, mode = _CORRECTIONS[arguments["vllm_is_correction_type"]]
+        for part in ("level", "mode"):
+            arguments.note(_PREFIX + part, f"no effect beside {arguments.spelt('vllm_is_correction_type')}")
     else:
         arguments.note("vllm_is_correction_type", "no effect without the correction")
     band = arguments[f"{_PREFIX}threshold"]
