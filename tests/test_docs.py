@@ -21,6 +21,8 @@ RUN_ELSEWHERE = {
     "rlhf merge-lora --base BASE --adapter MODEL/adapter --out MERGED": "tests/flows/test_merge_lora.py",
     "rlhf serve-reward --model DIR": "tests/flows/test_serve_reward.py",
     "rlhf serve-reward --model DIR --no-token": "tests/flows/test_serve_reward.py",
+    "rlhf replay KEY --out DIR": "tests/stages/test_ppo_rewards.py",
+    "rlhf replay KEY --out DIR --set ppo.algorithm.kl.coef=1.0 --steps 1": "tests/stages/test_ppo_rewards.py",
     "rlhf doctor mine.yaml": "tests/flows/test_doctor.py",
     "rlhf import-flags train.sh -o mine.yaml": "tests/flows/openrlhf/test_cli.py",
     "source .venv/bin/activate": "Makefile",

@@ -1,4 +1,5 @@
-"""PPO by its driver on a reward function that fails now and then: groups are dropped, and failures counted."""
+"""PPO by its driver on a reward function that fails now and then: groups are dropped, and failures counted. And again
+from its rollouts, without a sampler."""
 
 import json
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged_metrics import check_logged
 
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store.artifacts import fetch, read_manifest
@@ -41,6 +43,8 @@ def overrides(folder: Path) -> list[str]:
         "ppo.batch_size=16",
         "ppo.steps=2",
         "ppo.critic.warmup_steps=0",
+        "ppo.dump_rollouts=true",
+        "ppo.evaluation={samples_per_prompt: 2, shown_prompts: 3}",
         "ppo.trainer={ranks: 1, micro_batch_size: 8, save_steps: 2}",
         f"run.store={folder}/store",
         f"run.scratch={folder}/scratch",
@@ -72,6 +76,18 @@ def run(planned: PlannedStage, plan: dict[str, PlannedStage], store: Store, sett
     return done
 
 
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in record.items() if not name.startswith(("seconds/", "tokens_per_s/", "memory/"))
+    }
+
+
+def replay(key: str, folder: Path, out: str, *options: str) -> Any:
+    command = [sys.executable, "-c", "from flows.cli import app; app()", "replay", key[:16]]
+    command += ["--store", f"{folder}/store", "--out", f"{folder}/{out}", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
 def test_failed_rewards_drop_their_groups_and_are_counted(project: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(FUNCTION)
     settings = load_pipeline(project / "deployments" / "pipelines" / "demo.yaml", overrides(tmp_path))
@@ -91,7 +107,9 @@ def test_failed_rewards_drop_their_groups_and_are_counted(project: Path, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     manifest = read_manifest(store, "ppo", plan["ppo"].key.key)
     assert manifest is not None
-    lines = (fetch(store, manifest, tmp_path / "out") / "metrics.jsonl").read_text().splitlines()
+    files = fetch(store, manifest, tmp_path / "out")
+    lines = (files / "metrics.jsonl").read_text().splitlines()
+    check_logged(settings.ppo, map(json.loads, lines))
     trained = [one for one in map(json.loads, lines) if one["phase"] == "train"]
     assert len(trained) == 2
     # Both responses of a group fail together; the label of no group that is left is a multiple of three.
@@ -100,3 +118,17 @@ def test_failed_rewards_drop_their_groups_and_are_counted(project: Path, tmp_pat
     assert sum(one.get("reward/mine/failed/error", 0.0) for one in trained) == 2 * dropped
     assert all(one["reward/mine"] == 0.5 for one in trained)
     assert {"reward/math", "reward/math/unparsable", "reward/mine/label"} <= trained[0].keys()
+
+    generations = [json.loads(line) for line in (files / "generations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in generations] == [0] * 3 + [2] * 3
+    assert [row["prompt"] for row in generations[:3]] == [row["prompt"] for row in generations[3:]]
+    assert (files / "plots" / "reward_percentiles.png").stat().st_size
+
+    again = replay(manifest.key, tmp_path, "again")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "trained on 2 rollouts, the same as the run's to the bit" in again.stdout
+    replayed = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [without_times(one) for one in replayed] == [without_times(one) for one in trained]
+    other = replay(manifest.key, tmp_path, "other", "--set", "ppo.algorithm.kl.coef=1.0", "--steps", "1")
+    assert other.returncode == 0, other.stderr[-3000:]
+    assert "trained on 1 rollouts, another than the run's" in other.stdout

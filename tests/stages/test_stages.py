@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged_metrics import check_logged
 
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store.artifacts import fetch, read_manifest
@@ -137,6 +138,7 @@ def test_ppo_is_rewarded_by_a_process_reward_model_without_a_reward_model(runs: 
     assert set(manifest.inputs) == {"policy", "process", "prompts", "eval"}
     assert {"reward/prm/last", "reward/exact/last"} <= manifest.metrics.keys()
     assert "reward/rm/last" not in manifest.metrics
+    check_logged(runs.settings.ppo, map(json.loads, (runs.files("ppo") / "metrics.jsonl").read_text().splitlines()))
     samples = [json.loads(line) for line in (runs.files("ppo") / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2
     for sample in samples:
