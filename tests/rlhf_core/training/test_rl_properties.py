@@ -168,6 +168,9 @@ def test_advantages_do_not_depend_on_the_order_or_on_what_is_no_action(name: str
         torch.testing.assert_close(other.advantages, plain.advantages[order], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(other.weights, plain.weights[order])
         assert other.metrics == pytest.approx(plain.metrics, rel=1e-4, abs=1e-5)
+        expected, found = (step_of(ALGORITHMS[name], one, WHOLE) for one in (plain, other))
+        assert found[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("packing", [False, True])
