@@ -12,6 +12,7 @@ from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.plots import Curve, plot_curves
 from stages.evaluate import policies
+from stages.ppo_shown import generations_table
 
 SAMPLES = 10
 
@@ -33,6 +34,9 @@ def write_report(store: Store, manifests: Mapping[str, Manifest], reused: Mappin
         samples = _lines(store, manifests["evaluate"], "samples.jsonl")[:SAMPLES]
         title = f"{len(samples)} generations on held-out prompts (greedy)"
         sections.append((title, _generations(samples, policies(manifests["evaluate"].inputs))))
+    if "ppo" in manifests:
+        kept = generations_table(_lines(store, manifests["ppo"], "generations.jsonl"))
+        sections.append(("The same prompts while PPO trained (greedy)", kept.splitlines()))
     sections.append(("Stages", _stages(manifests, reused)))
     markdown = "\n".join("\n".join([f"## {title}", "", *lines, ""]) for title, lines in sections if lines)
     path = f"reports/{flow_run}"
@@ -162,4 +166,4 @@ def _records(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
 
 def _lines(store: Store, manifest: Manifest, file: str) -> list[dict[str, Any]]:
     content = store.read_bytes(f"{artifact_path(manifest.stage, manifest.key)}/{manifest.attempt}/{file}").decode()
-    return [json.loads(line) for line in content.removesuffix("\n").split("\n")]
+    return [json.loads(line) for line in content.split("\n")[:-1]]

@@ -35,6 +35,10 @@ def published(store: Store, folder: Path, stage: str, metrics: dict, curve: str 
         row = {"prompt": "1+1=", "label": "2"}
         row |= {name: f"by {name}" for name in inputs} | {f"{name} exact": name != "sft" for name in inputs}
         (files / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    if stage == "ppo":
+        steps = [(step, f"{step}#2") for step in (0, 5, 10, 15, 20)]
+        rows = [{"step": n, "prompt": "1+1=", "label": "2", "response": r, "score": float(n > 5)} for n, r in steps]
+        (files / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     key = stage_key(stage=stage, version=1, settings={}, inputs=dict.fromkeys(inputs, "k"), data={}, code={})
     fields = {
         "stage": stage,
@@ -67,6 +71,8 @@ def test_ppo_is_shown_before_and_after_with_the_rewards_that_it_had(store: Store
     assert "differ by at most 2.0e-05" in text
     assert images == ["ppo.png", "supervised.png"]
     assert "generations" not in text
+    assert "| prompt | answer | step 0 | step 5 | step 10 | step 20 |" in text
+    assert "| `1+1=` | `2` | `✗ 0#2` | `✗ 5#2` | `✓ 10#2` | `✓ 20#2` |" in text
 
 
 def test_every_policy_of_the_evaluation_has_its_column(store: Store, tmp_path: Path):
