@@ -1,6 +1,6 @@
 """Do a policy's own answers keep PPO from over-optimising its reward model? The demo's chain with the reward model as
-the only reward, for seeds 0, 1, 2: the reward model trained on the generated pairs, and on pairs of the SFT policy's own
-answers, which the stage sample makes and a verifier labels.
+the only reward, for seeds 0, 1, 2: the reward model trained on the generated pairs, and on pairs of the SFT policy's
+own answers, which the stage sample makes and a verifier labels.
 
     make bench                                                (all of it, about an hour on two cores)
     python tests/benchmarks/over_optimisation.py --seeds 0    (ten minutes for a seed and its two kinds of pairs)
