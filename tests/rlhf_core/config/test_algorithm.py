@@ -119,6 +119,7 @@ CRITIC = {"critic": {"optimizer": OPTIMIZER}}
         ),
         ({"algorithm": {"shaping": {"clip": [1, -1]}}, **CRITIC}, "algorithm.shaping: clip [1.0, -1.0]: the first is"),
         ({"best_metric": "pass@4", **CRITIC}, "best_metric 'pass@4' is none of exact_match"),
+        ({"best_metric": "truncated_greedy/aime", **CRITIC}, "best_metric 'truncated_greedy/aime' is none of exact_"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(given, message):
@@ -133,3 +134,5 @@ def test_metrics_of_an_evaluation():
     assert settings.evaluation.metrics == (
         "exact_match", "mean@6", "majority@6", "pass@1", "pass@2", "pass@4", "pass@6"
     )  # fmt: skip
+    by_source = ppo(evaluation={"verifier": "math"}, best_metric="math_match/gsm8k", **CRITIC)
+    assert by_source.evaluation.metrics == ("exact_match", "math_match")
