@@ -87,12 +87,13 @@ class Evaluator:
         """A table's rows: some prompts, evenly spaced in the set and the same each time, and their greedy responses."""
         verifier, total = self.settings.verifier, len(self.prompts)
         count = min(self.settings.shown_prompts, total)
+        named = any(prompt.source is not None for prompt in self.prompts)
         pairs = [(self.prompts[at], evaluation.greedy[at]) for at in (n * total // count for n in range(count))]
         return [
             {
                 "prompt": prompt.text,
                 "label": prompt.label,
-                **({} if prompt.source is None else {"source": prompt.source}),
+                **({"source": prompt.source or ""} if named else {}),
                 "response": answer.text,
                 "score": answer.scores[verifier],
                 "tokens": answer.tokens,

@@ -95,7 +95,7 @@ def evaluator(tmp_path: Path, responses: dict[tuple[int, float], list[str]], **s
 
 def test_greedy_and_sampled_answers_are_verified_and_the_same_prompts_shown(tmp_path):
     texts = {(5, 0.0): ["2+2=4#4"], (6, 0.0): ["1+1=3#3"], (5, 0.5): ["#4", "4#4"], (6, 0.5): ["#2", "#3"]}
-    made, generate, asked = evaluator(tmp_path, texts, samples_per_prompt=2, temperature=0.5, shown_prompts=1)
+    made, generate, asked = evaluator(tmp_path, texts, samples_per_prompt=2, temperature=0.5, shown_prompts=2)
     with made:
         found = made.run(generate, (1, 2))
         again = made.run(generate, (1, 2))
@@ -104,7 +104,9 @@ def test_greedy_and_sampled_answers_are_verified_and_the_same_prompts_shown(tmp_
     assert found.metrics["majority@2"] == 1.0
     assert (found.metrics["exact_match/sums"], found.metrics["prompts/sums"]) == (1.0, 1.0)
     assert again.metrics == found.metrics
-    assert made.shown(found) == [
+    shown = made.shown(found)
+    assert [list(row) for row in shown] == [list(shown[0])] * 2  # the second prompt names no source
+    assert shown[:1] == [
         {"prompt": "2+2=", "label": "4", "source": "sums", "response": "2+2=4#4", "score": 1.0, "tokens": 7,
          "truncated": False}
     ]  # fmt: skip
