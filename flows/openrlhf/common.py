@@ -131,12 +131,9 @@ def _hold_out(arguments: Arguments, name: str, split: str, part: Values, source:
         part["eval_path"] = source["path"]
         put(part, "eval_split", asked)
     else:
-        part["eval_share"] = 0.01
-        arguments.note(
-            name,
-            f"held-out rows come from a file, or from the training rows' own data set: save {source['hub']} to a file "
-            "and give it as eval_path; until then a hundredth of the training rows is held out",
-        )
+        part["eval_hub"] = source["hub"]
+        put(part, "eval_subset", source.get("subset"))
+        put(part, "eval_split", asked)
 
 
 SCHEDULES = {

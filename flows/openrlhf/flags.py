@@ -276,7 +276,7 @@ _PPO = (
     Flag("actor.dual_clip", "float"),
     Flag("actor.policy_loss_type", "str", "ppo", choices=("ppo", "gspo")),
     Flag("actor.loss_agg_mode", "str", "token-mean", choices=("token-mean", "seq-mean-token-mean")),
-    Flag("actor.aux_loss_coef", "float", 0.0),
+    Flag("actor.aux_loss_coef", "float", 0.0, "aux_loss_coef"),
     Flag("actor.entropy_coef", "float"),
     *_optimizer("actor.", 1e-6),
     Flag("actor.model_name_or_path", "str"),

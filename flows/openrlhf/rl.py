@@ -3,6 +3,7 @@
 from flows.openrlhf.arguments import Arguments
 from flows.openrlhf.common import (
     Values,
+    adapters,
     checkpoints,
     data_source,
     engine,
@@ -35,13 +36,13 @@ def reinforcement(arguments: Arguments, prompts: int | None) -> Values:
     section["algorithm"] = algorithm(arguments, section)
     section["batch_size"] = _batch_size(arguments)
     section["steps"] = _steps(arguments, prompts)
+    put(section, "lora", adapters(arguments))
     _critic(arguments, section)
     engine(arguments, section, "actor")
     _placement(arguments, section)
     _micro_batches(arguments, section)
     checkpoints(arguments, section)
     _average(arguments, section)
-    _without_counterpart(arguments)
     top["data"] = _data(arguments, section)
     top["sft"] = _model_as_it_is(arguments, section, top["data"])
     tracking(arguments, top)
@@ -160,7 +161,12 @@ def _critic(arguments: Arguments, section: Values) -> None:
         arguments.note(
             "critic.freezing_steps", f"the critic alone is trained for {warmup} steps, as many as in OpenRLHF"
         )
-    section["critic"] = {"optimizer": optimizer(arguments, "critic."), "warmup_steps": warmup}
+    section["critic"] = {
+        "optimizer": optimizer(arguments, "critic."),
+        "aux_loss_coef": arguments["actor.aux_loss_coef"],
+        "warmup_steps": warmup,
+    }
+    put(section, "critic.lora", section.get("lora"))
     _critic_start(arguments)
 
 
@@ -206,13 +212,6 @@ def _average(arguments: Arguments, section: Values) -> None:
         arguments.note("train.enable_ema", "the average is kept in float32, evaluated and exported")
     else:
         arguments.note("train.ema_beta", "no effect without --train.enable_ema")
-
-
-def _without_counterpart(arguments: Arguments) -> None:
-    for name in ("ds.load_in_4bit", "ds.lora.rank", "ds.lora.alpha", "ds.lora.dropout", "ds.lora.target_modules"):
-        arguments.note(name, "ppo trains all weights")
-    if arguments["actor.aux_loss_coef"]:
-        arguments.note("actor.aux_loss_coef", "ppo has no load-balancing loss")
 
 
 def _data(arguments: Arguments, section: Values) -> Values:

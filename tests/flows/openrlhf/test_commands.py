@@ -366,3 +366,28 @@ def test_a_reward_model_is_served(tmp_path: Path, flags: str, settings: list[str
     assert list(imported.values["ppo"]["algorithm"]) == settings
     command = "rlhf serve-reward --model /rm --no-token --normalize"
     assert any(note.flag == "--reward_pretrain" and command in note.text for note in imported.notes)
+
+
+def test_held_out_rows_of_another_data_set():
+    script = """
+    openrlhf.cli.train_rm --pretrain a/b --dataset c/d --eval_dataset e/f --eval_split validation --apply_chat_template
+    """
+    imported = import_command(from_script(script))
+    assert imported.values["data"] == {"pairs": {"hub": "c/d", "eval_hub": "e/f", "eval_split": "validation"}}
+    assert flags_noted(imported) == {"launcher"}
+
+
+def test_held_out_rows_that_are_the_training_rows():
+    imported = import_command(from_script("openrlhf.cli.train_rm --pretrain a/b --dataset c/d --eval_dataset c/d"))
+    assert imported.values["data"] == {"pairs": {"hub": "c/d", "eval_share": 0.01}}
+    assert "--eval_dataset" in flags_noted(imported)
+
+
+def test_adapters_of_policy_and_critic():
+    script = """
+    openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data p.jsonl --remote_rm_url http://h:1/r --lora_rank 8
+      --aux_loss_coef 0.01
+    """
+    ppo = import_command(from_script(script.replace("\n", " ")), 100).values["ppo"]
+    assert ppo["lora"] == ppo["critic"]["lora"] == {"rank": 8}
+    assert ppo["aux_loss_coef"] == ppo["critic"]["aux_loss_coef"] == 0.01
