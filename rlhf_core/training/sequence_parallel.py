@@ -36,7 +36,8 @@ class SequenceShards:
         _attend_over_ranks(module.lm, attention, self._group)
 
     def __call__(self, module: Any, *, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor:
-        """The module's output (R, L, ...). input_ids, position_ids: (R, L), L a multiple of P.
+        """The module's output (R, L, ...) or, with entropies, (2, R, L). input_ids, position_ids: (R, L), L a multiple
+        of P.
 
         Packed rows are laid end to end before ranks share them: flash attention isolates samples in a single row.
         """
@@ -48,37 +49,42 @@ class SequenceShards:
             )
         if len(input_ids) > 1 and restarts_within(position_ids):
             row = self(module, input_ids=end_to_end(input_ids), position_ids=end_to_end(position_ids), **inputs)
-            return row.view(*input_ids.shape, *row.shape[2:])
+            column = self._column(row)
+            return row.flatten(column - 1, column).unflatten(column - 1, input_ids.shape)
         if self._predicts:
             # The token after this rank's last lies on the next rank: so each column's own prediction is asked for.
             inputs["labels"] = self._columns(input_ids.roll(-1, dims=1))
         own = module(input_ids=self._columns(input_ids), position_ids=self._columns(position_ids), **inputs)
-        outputs: Any = _GatherColumns.apply(own, self._group, self._rank, self._size)
+        outputs: Any = _GatherColumns.apply(own, self._group, self._rank, self._size, self._column(own))
         if not self._predicts:
             return outputs
-        return torch.where(position_ids == 0, 0.0, functional.pad(outputs[:, :-1], (1, 0)))
+        return torch.where(position_ids == 0, 0.0, functional.pad(outputs[..., :-1], (1, 0)))
+
+    def _column(self, outputs: Tensor) -> int:
+        """The dimension of an output that counts columns."""
+        return outputs.dim() - 1 if self._predicts else 1
 
     def _columns(self, values_RL: Tensor) -> Tensor:
         return values_RL.chunk(self._size, dim=1)[self._rank].contiguous()
 
 
 class _GatherColumns(torch.autograd.Function):
-    """(R, L / P, ...) of every rank -> (R, L, ...) on each.
+    """(R, L / P, ...) of every rank -> (R, L, ...) on each; `column` is the dimension of L.
 
     All ranks compute the same loss from it. So the gradient of this rank's columns is its own slice, without a sum
     over ranks, and the sum over ranks of the parameters' gradients is the whole row's.
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any, rank: int, size: int) -> Tensor:
-        ctx.rank, ctx.size = rank, size
+    def forward(ctx: Any, own: Tensor, group: Any, rank: int, size: int, column: int) -> Tensor:
+        ctx.rank, ctx.size, ctx.column = rank, size, column
         parts = [torch.empty_like(own) for _ in range(size)]
         dist.all_gather(parts, own.contiguous(), group=group)
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=column)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].chunk(ctx.size, dim=1)[ctx.rank], None, None, None
+        return grads[0].chunk(ctx.size, dim=ctx.column)[ctx.rank], None, None, None, None
 
 
 def _attend_over_ranks(lm: Any, core: str, group: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 from rlhf_core.models.scratch import write_scratch_model
+from rlhf_core.models.tokenizer import load_tokenizer
 
 VOCABULARY = 32
 
@@ -64,6 +65,31 @@ def llama_tied(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def llama_tied_two(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_llama(tmp_path_factory.mktemp("models") / "llama-tied-two", tied=True, kv_heads=2))
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory, llama: str) -> str:
+    """A mixture of four experts whose log-probs are far from uniform, with the small Llama's tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "mixtral"
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6.0)
+    model.save_pretrained(directory)
+    load_tokenizer(Path(llama)).save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture(scope="session")
@@ -148,6 +174,12 @@ def trajectories(exchanges: list[Any]) -> list[dict[str, np.ndarray]]:
             }
         )
     return made
+
+
+@pytest.fixture(scope="session")
+def mixed(trajectories: list[Any], exchanges: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Trajectories and five SFT rows of one optimizer step: of two ranks one has fewer rows."""
+    return trajectories, exchanges[1:6]
 
 
 @pytest.fixture(autouse=True)

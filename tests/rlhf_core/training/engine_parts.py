@@ -11,6 +11,7 @@ PAD = 0
 RL_ALGORITHMS: dict[str, dict[str, Any]] = {
     "policy": {},
     "value": {},
+    "ptx": {},
     "gspo": {
         "loss": "gspo",
         "aggregation": "sequence_mean",
@@ -18,6 +19,7 @@ RL_ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.2, "estimator": "k3", "place": "loss"},
     },
 }
+PTX_COEF = 0.5
 
 
 class engine_of:
@@ -77,7 +79,7 @@ def objective_of(kind: str) -> Any:
     from rlhf_core.config.training import OptimizerSettings
     from rlhf_core.training.objectives_reward import RmObjective
     from rlhf_core.training.objectives_sft import SftObjective
-    from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective
+    from rlhf_core.training.rl_objectives import PolicyObjective, PtxObjective, ValueObjective
 
     base: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1.0), "batch_size": 8, "max_len": 64, "max_steps": 1}
     made: dict[str, Callable[[], Any]] = {
@@ -87,19 +89,23 @@ def objective_of(kind: str) -> Any:
     }
     if kind in RL_ALGORITHMS and kind not in made:
         algorithm = AlgorithmSettings(**RL_ALGORITHMS[kind])
-        return PolicyObjective(algorithm, temperature=0.7, kl_coef=algorithm.kl.coef, max_new_tokens=16)
+        policy = PolicyObjective(algorithm, temperature=0.7, kl_coef=algorithm.kl.coef, max_new_tokens=16)
+        return PtxObjective(policy, PTX_COEF) if kind == "ptx" else policy
     return made[kind]()
 
 
 def batches_of(kind: str, samples: Sequence[Any], engine: Any, trainer: dict[str, Any], *, pad: int = PAD) -> list[Any]:
-    """This rank's micro-batches of `samples`, which are the items of one optimizer step."""
+    """This rank's micro-batches of `samples`, the items of one optimizer step; of ptx (trajectories, rows)."""
     from rlhf_core.config.training import TrainerSettings
     from rlhf_core.data.layout import Layout, make_batch, plan_step
+    from rlhf_core.training.rl_batches import ptx_batches
 
     settings, mesh = TrainerSettings(**trainer), engine.mesh
     if kind in RL_ALGORITHMS:
-        layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, 40)
-        return _rl_batches(samples, layout, mesh.data_rank, pad)
+        layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, 40, mesh.sequence)
+        trajectories, rows = samples if kind == "ptx" else (samples, ())
+        batches = _rl_batches(trajectories, layout, mesh.data_rank, pad)
+        return [*batches, *(ptx_batches([_sft_item(row) for row in rows], layout, mesh.data_rank, pad) if rows else ())]
     items = [ITEM[kind](sample) for sample in samples]
     capacity = max(40, *(item.tokens for item in items))
     layout = Layout(mesh.data_ranks, settings.micro_batch_size, settings.packing, capacity, mesh.sequence)

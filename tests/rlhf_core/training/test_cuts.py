@@ -49,6 +49,12 @@ def policy_loss(model: Any, samples: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def ptx_loss(model: Any, samples: Any) -> Tensor:
+    """Ouyang et al. 2022, eq. 2, with a coefficient of 0.5 (engine_parts.py) and the mean over tokens for both."""
+    trajectories, rows = samples
+    return policy_loss(model, trajectories) + 0.5 * sft_loss(model, rows)
+
+
 def gspo_loss(model: Any, samples: Any) -> Tensor:
     """Zheng et al. 2025 with clipping at 0.2, plus 0.2 of the k3 estimate, less 0.3 of the entropy: means over
     responses of their tokens' means, at temperature 0.7."""
@@ -90,10 +96,11 @@ KINDS: dict[str, tuple[str, str, Callable[[Any, Any], Tensor]]] = {
     "sft": ("llama", "exchanges", sft_loss),
     "rm": ("scorer", "pairs", rm_loss),
     "policy": ("llama", "trajectories", policy_loss),
+    "ptx": ("llama", "mixed", ptx_loss),
     "gspo": ("llama", "trajectories", gspo_loss),
     "value": ("scorer", "trajectories", value_loss),
 }
-REINFORCEMENT = ("policy", "gspo", "value")
+REINFORCEMENT = ("policy", "ptx", "gspo", "value")
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -198,6 +205,26 @@ def test_gradient_of_a_rollout_is_that_of_the_whole_batch(
 
 
 SHARED = {"sft": "llama_two", "rm": "scorer_two"}
+SHARED_ROLLOUTS = {"ptx": "llama_two", "gspo": "llama_two", "value": "scorer_two"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "zero_stage"),
+    [
+        ("ptx", "tensor_parallel", 2),
+        ("gspo", "tensor_parallel", 3),
+        ("value", "tensor_parallel", 2),
+        ("ptx", "sequence_parallel", 3),
+        ("gspo", "sequence_parallel", 2),
+        ("value", "sequence_parallel", 2),
+    ],
+)
+def test_ranks_that_share_trajectories_have_the_gradient_of_the_whole_batch(
+    groups: Any, request: pytest.FixtureRequest, plain: Any, kind: str, shared: str, zero_stage: int
+) -> None:
+    given = {"micro_batch_size": 3, "zero_stage": zero_stage, shared: 2}
+    model = SHARED_ROLLOUTS[kind]
+    assert_same_gradient(run_gradient(request, groups, kind, 2, model, **given), plain(kind, model))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_core.config.training import LoraSettings
 from rlhf_core.models.export import merge_adapter
@@ -22,30 +22,6 @@ pytestmark = pytest.mark.engines
 OPTIMIZER = {"lr": 0.02, "eps": 1e-2, "warmup_ratio": 0.0, "schedule": "constant", "max_grad_norm": 1e9}
 LORA = LoraSettings(rank=2, alpha=8.0)  # as in lora_programs.py, with its seed and verdicts
 SEED, VERDICTS = 7, [21, 22, 25]
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A mixture of four experts whose log-probs are far from uniform."""
-    directory = tmp_path_factory.mktemp("models") / "mixtral"
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6.0)
-    model.save_pretrained(directory)
-    return str(directory)
 
 
 def load(kind: str, directory: str | Path) -> Any:
