@@ -14,7 +14,7 @@ from rlhf_core.tracking.history import History
 from rlhf_core.training.capabilities import check_combination, check_model, check_plain_ranks
 from rlhf_core.training.progress import check_resumable
 from rlhf_core.training.rank import Job
-from stages.contract import check_head, check_length, check_same_tokenizer, described, input_template
+from stages.contract import check_head, check_length, check_models, described, input_template
 from stages.definition import Stage, StageContext, StageResult
 from stages.exporting import adapter_facts, export_model
 from stages.inputs import check_unchanged, code_digests
@@ -59,8 +59,6 @@ def _check_contract(context: StageContext) -> RewardMix:
     """Refuses what would fail once the engines have started. Returns the mix of rewards, with the RM's mean and std."""
     settings: PpoSettings = context.settings
     check_unchanged(context.node, code_digests(context.node, settings), context.key_source["code"])
-    models = {name: context.manifests[name] for name in ("policy", "reward", "process") if name in context.manifests}
-    check_same_tokenizer(**models)
     rollout = settings.rollout
     scored = rollout.max_prompt_len + rollout.max_new_tokens
     # The process model reads a placeholder behind each step as well, at most one for each token of a response.
@@ -69,15 +67,11 @@ def _check_contract(context: StageContext) -> RewardMix:
         "reward": ("ppo.rollout.max_prompt_len + max_new_tokens", scored),
         "process": ("ppo.rollout.max_prompt_len + max_new_tokens", scored),
     }
-    for name, manifest in models.items():
-        what, length = lengths[name]
-        check_length(what, length, described(name, manifest), context.inputs[name] / "model")
+    check_models(context.manifests, context.inputs, lengths)
     if settings.ptx is not None:
-        policy = described("policy", models["policy"])
+        policy = described("policy", context.manifests["policy"])
         check_length("ppo.ptx.max_len", settings.ptx.max_len, policy, context.inputs["policy"] / "model")
-    if "process" in models:
-        check_head("process", models["process"], "process_reward")
-    return reward_mix(settings.reward, models)
+    return reward_mix(settings.reward, context.manifests)
 
 
 def reward_mix(settings: RewardSettings, models: Mapping[str, Manifest]) -> RewardMix:

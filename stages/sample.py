@@ -15,6 +15,7 @@ from rlhf_core.store.keys import sha256_file
 from stages.contract import check_models, input_template
 from stages.definition import Stage, StageContext, StageResult
 from stages.inputs import check_unchanged, code_digests
+from stages.ppo import reward_mix
 from stages.sample_shown import sample_metrics, sample_report, summary, write_plots
 
 if TYPE_CHECKING:
@@ -152,7 +153,6 @@ def _scorer(context: StageContext, tokenizer: Any, sources: Any) -> "Iterator[Of
     from rlhf_core.cluster.workers import WorkerGroup, rank_environment
     from rlhf_core.rollout.offline_scores import OfflineScorer
     from rlhf_core.rollout.token_scores import TOKEN_SCORES
-    from stages.ppo import reward_mix
 
     settings: SampleSettings = context.settings
     roles = {"rm": "reward", "prm": "process"}
