@@ -132,6 +132,15 @@ def test_a_stage_with_a_model_of_its_own_does_not_wait_for_sft(plan, tmp_path):
     assert other.key.source["inputs"]["reference"] == directory_digest(reference)
 
 
+def test_ptx_reads_the_rows_of_sft_and_its_template_enters_by_its_content(plan, tmp_path):
+    template = tmp_path / "a.jinja"
+    template.write_text("{{ messages }}")
+    ptx = plan(f"ppo.ptx={{coef: 0.5, max_len: 16, text: {{chat_template: {template}}}}}")["ppo"]
+    assert ptx.inputs["ptx"] == "data-sft"
+    assert ptx.key.source["code"] == {"ptx.text.chat_template": hashlib.sha256(b"{{ messages }}").hexdigest()}
+    assert "ptx" not in plan()["ppo"].inputs
+
+
 def test_a_users_chat_template_enters_by_its_content(plan, tmp_path):
     def with_template(name, text):
         path = tmp_path / name

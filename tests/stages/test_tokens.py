@@ -1,11 +1,13 @@
 """Rows become tokens in the driver: once, with a report, and with an error before any rank starts."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rlhf_core.config.pipeline import RunSettings
+from rlhf_core.config.rl import PpoSettings, PtxSettings
 from rlhf_core.config.supervised import DpoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.config.training import ModelSource, OptimizerSettings, ScratchModel, TrainerSettings
 from rlhf_core.data.errors import TokenError
@@ -17,12 +19,22 @@ from rlhf_core.store.leases import acquire
 from rlhf_core.store.store import Store
 from rlhf_core.tracking.events import EventLog
 from stages.definition import StageContext
-from stages.tokens import first_fill_rate, tokenise
+from stages.tokens import first_fill_rate, tokenise, tokenise_ptx
 
 COMMON = {"optimizer": OptimizerSettings(lr=1.0), "batch_size": 2, "max_len": 32, "max_steps": 1}
 SCRATCH = ScratchModel(hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=16)
 SFT = SftSettings(model=ModelSource(scratch=SCRATCH), **COMMON)
 PRM = PrmSettings(placeholder_token="<|reserved_0|>", reward_tokens=("<|reserved_1|>", "<|reserved_2|>"), **COMMON)
+PPO = PpoSettings.model_validate(
+    {
+        "optimizer": {"lr": 1.0},
+        "algorithm": {"preset": "grpo"},
+        "rollout": {"prompts": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "max_prompt_len": 4},
+        "reward": {"exact": 1.0},
+        "steps": 1,
+        "batch_size": 2,
+    }
+)
 PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "44"}
 RESPONSE = {"prompt": "1+2=", "response": "3"}
 
@@ -101,6 +113,23 @@ def test_the_same_rows_are_encoded_once_and_other_settings_are_not_taken_for_the
     again = tokenise(context_of("dpo", DpoSettings(**COMMON), [PAIR], attempt="three"), tokenizer)
     assert again.keys == first.keys
     assert again.report == first.report
+
+
+def test_the_rows_of_ptx_are_those_of_sft_where_the_settings_are(context_of, tokenizer, monkeypatch):
+    rows = [RESPONSE, RESPONSE | {"response": "3" * 40}]
+    tokens = tokenise(context_of("sft", SFT, rows), tokenizer)
+    context = context_of("ppo", PPO, rows, attempt="ppo")
+    assert tokenise_ptx(context, tokenizer) == ({}, {})
+    ptx = replace(
+        context,
+        settings=PPO.model_copy(update={"ptx": PtxSettings(coef=0.5, max_len=SFT.max_len)}),
+        inputs={"ptx": context.inputs["data"]},
+        manifests={"ptx": context.manifests["data"]},
+    )
+    monkeypatch.setattr("rlhf_core.data.encode.Encoder.sft", None)
+    keys, counts = tokenise_ptx(ptx, tokenizer)
+    assert keys == {"ptx": tokens.keys["train"]}
+    assert (counts["ptx_rows"], counts["ptx_items"]) == (2, 1)
 
 
 @pytest.mark.parametrize(

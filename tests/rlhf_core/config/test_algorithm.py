@@ -118,6 +118,18 @@ CRITIC = {"critic": {"optimizer": OPTIMIZER}}
             "algorithm.mismatch: mode clip clips the ratio, not tv; use statistic ratio, or mode mask",
         ),
         ({"algorithm": {"shaping": {"clip": [1, -1]}}, **CRITIC}, "algorithm.shaping: clip [1.0, -1.0]: the first is"),
+        (
+            {"lora": {"rank": 2}, "algorithm": {"kl": {"refresh_steps": 3}}, **CRITIC},
+            "algorithm.kl.refresh_steps 3 makes the policy its reference, and with lora that is the policy without its",
+        ),
+        (
+            {"lora": {"rank": 2, "load_in_4bit": True}, **CRITIC},
+            "lora.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each step; set it",
+        ),
+        (
+            {"critic": {"optimizer": OPTIMIZER, "lora": {"rank": 2}}, "trainer": {"ranks": 2, "tensor_parallel": 2}},
+            "critic.lora with trainer.tensor_parallel 2: DeepSpeed would divide adapters as well; use",
+        ),
         ({"best_metric": "pass@4", **CRITIC}, "best_metric 'pass@4' is none of exact_match"),
         ({"best_metric": "truncated_greedy/aime", **CRITIC}, "best_metric 'truncated_greedy/aime' is none of exact_"),
     ],
@@ -127,6 +139,17 @@ def test_what_cannot_work_is_refused_in_one_line(given, message):
         ppo(**given)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_go_with_a_reference_that_stands_still_and_with_none():
+    assert ppo(lora={"rank": 2}, **CRITIC).algorithm.kl.coef > 0
+    assert ppo(lora={"rank": 2}, algorithm={"kl": {"coef": 0.0}}, **CRITIC).algorithm.kl.coef == 0
+
+
+@pytest.mark.parametrize(("given", "rows"), [({}, 16), ({"batch_size": 5}, 5)])
+def test_ptx_takes_as_many_rows_as_trajectories_or_as_told(given, rows):
+    assert ppo(ptx={"coef": 0.5, "max_len": 8, **given}, **CRITIC).ptx_rows == rows
+    assert ppo(**CRITIC).ptx_rows == 0
 
 
 def test_metrics_of_an_evaluation():

@@ -90,6 +90,7 @@ STAGE = "optimizer: {lr: 1e-3}, batch_size: 8, max_len: 48, max_steps: 2"
 PRM = f"prm={{{STAGE}, placeholder_token: a, reward_tokens: [b, c]}}"
 DPO = f"dpo={{{STAGE}}}"
 KTO = f"kto={{{STAGE}}}"
+PTX = ["ppo.reward={exact: 1}", "ppo.ptx={coef: 0.5, max_len: 16}"]
 LABELLED = "data.labelled={path: x.jsonl}"
 
 
@@ -106,6 +107,10 @@ LABELLED = "data.labelled={path: x.jsonl}"
         (["ppo.algorithm.steps.coef=0.3"], "ppo.algorithm.steps.coef is 0.3, and there is no section prm that makes"),
         (["sft=null", "rm=null", "ppo=null"], "evaluate has no policy to sample from; add one of sft, dpo, kto, ppo"),
         (["data.sft=null"], "sft needs data.sft; give it a path, or leave sft out"),
+        (
+            ["sft=null", "data.sft=null", "rm=null", f"{DPO[:-1]}, model: {{path: m}}}}", "ppo.policy=dpo", *PTX],
+            "ppo.ptx reads data.sft, and there is none; give it a path, or leave ppo.ptx out",
+        ),
         (["data.pairs=null"], "rm needs data.pairs"),
         (["data.pairs=null", "rm=null", "ppo.reward={exact: 1}", DPO], "dpo needs data.pairs"),
         (["data.steps=null", PRM], "prm needs data.steps"),

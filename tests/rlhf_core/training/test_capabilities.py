@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.base import SettingsError
+from rlhf_core.config.rl import PpoSettings
 from rlhf_core.config.supervised import SftSettings
 from rlhf_core.config.training import (
     LoraSettings,
@@ -90,6 +91,36 @@ def test_a_missing_package_is_named(given: dict[str, Any], package: str | None) 
 def test_settings_that_exclude_one_another(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         check_combination(settings_of(**given))
+
+
+def ppo_of(critic: dict[str, Any], **trainer: Any) -> PpoSettings:
+    return PpoSettings.model_validate(
+        {
+            "optimizer": {"lr": 1.0},
+            "critic": {"optimizer": {"lr": 1.0}, **critic},
+            "rollout": {"prompts": 2, "max_new_tokens": 4, "max_prompt_len": 4},
+            "reward": {"exact": 1.0},
+            "steps": 1,
+            "batch_size": 2,
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("critic", "shared", "message"),
+    [
+        ({"optimizer": {"lr": 1.0, "name": "muon"}}, "tensor_parallel", "muon wants whole matrices on each rank"),
+        ({"aux_loss_coef": 0.1}, "sequence_parallel", "aux_loss_coef with sequence_parallel"),
+    ],
+)
+def test_a_critic_has_what_excludes_one_another_as_the_policy_has(
+    critic: dict[str, Any], shared: str, message: str
+) -> None:
+    check_combination(ppo_of(critic, ranks=2))
+    check_combination(ppo_of({}, ranks=2, **{shared: 2}))
+    with pytest.raises(SettingsError, match=message):
+        check_combination(ppo_of(critic, ranks=2, **{shared: 2}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.config.algorithm import AlgorithmSettings
-from rlhf_core.training.rl_objectives import PolicyObjective, ValueObjective, state_values
+from rlhf_core.training.rl_objectives import PTX, PolicyObjective, PtxObjective, ValueObjective, state_values
 
 RL_FIELDS = {"policy": ("old_logprobs", "advantages", "loss_weights"), "value": ("old_values", "returns")}
 NAN = float("nan")
@@ -49,6 +49,22 @@ def loss_and_gradient(kind: str, batch: Any, outputs: torch.Tensor) -> tuple[tor
     term.numerator.backward()
     assert outputs.grad is not None
     return term.numerator.detach(), outputs.grad
+
+
+def test_rows_of_ptx_have_a_loss_of_their_own_at_temperature_1() -> None:
+    """Of two rows with 2 + 1 target tokens, one of them of weight 0.5."""
+    policy = PolicyObjective(AlgorithmSettings(), temperature=0.7, kl_coef=0.0, max_new_tokens=8)
+    objective = PtxObjective(policy, coef=0.5)
+    trajectories = rl_batch()
+    rows = {**batch_of(torch.tensor([[0, 1, 1], [0, 0, 0.5]])), PTX: torch.ones(())}
+    assert objective.denominators(trajectories) == policy.denominators(trajectories)
+    assert objective.denominators(rows) == {"ptx": 2.5}
+    assert objective.forward_inputs(trajectories)["temperature"] == 0.7
+    assert "temperature" not in objective.forward_inputs(rows)
+    parts = objective.loss(rows, torch.tensor([[0.0, -1.0, -2.0], [0.0, NAN, -4.0]]))
+    assert parts.terms["ptx"].numerator.item() == pytest.approx(1 + 2 + 0.5 * 4)
+    assert parts.terms["ptx"].weight == 0.5
+    assert [float(value) for value in parts.metrics["ptx_loss"]] == [5.0, 2.5]
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
