@@ -36,7 +36,7 @@ def reinforcement(arguments: Arguments, prompts: int | None) -> Values:
     section["algorithm"] = algorithm(arguments, section)
     section["batch_size"] = _batch_size(arguments)
     section["steps"] = _steps(arguments, prompts)
-    put(section, "lora", adapters(arguments))
+    put(section, "lora", _adapters(arguments))
     _critic(arguments, section)
     engine(arguments, section, "actor")
     _placement(arguments, section)
@@ -71,7 +71,7 @@ def _model_as_it_is(arguments: Arguments, section: Values, data: Values) -> Valu
         "text": text,
         "optimizer": {"lr": _STANDING_STILL, "schedule": "constant", "warmup_ratio": 0.0},
         "batch_size": 8,
-        "max_len": 512,
+        "max_len": min(512, section["sampler"]["max_model_len"]),
         "max_steps": 1,
         "dtype": section["dtype"],
         "trainer": {
@@ -178,6 +178,15 @@ def _critic_start(arguments: Arguments) -> None:
         arguments.note("critic.model_name_or_path", "the critic starts from the policy's body with a head of zeros")
     elif arguments["reward.remote_url"] is None and arguments["train.agent_func_path"] is None:
         arguments.note("reward.model_name_or_path", "the critic starts from the policy, not from the reward model")
+
+
+def _adapters(arguments: Arguments) -> Values | None:
+    lora = adapters(arguments)
+    if lora is not None and lora.pop("load_in_4bit"):
+        arguments.note(
+            "ds.load_in_4bit", "for the supervised stages; the sampler is given whole weights after each step"
+        )
+    return lora
 
 
 def _placement(arguments: Arguments, section: Values) -> None:
