@@ -16,6 +16,7 @@ from rlhf_core.config.base import SettingsError
         ("python -m openrlhf.cli.train_sft --a 1 2>&1 | tee log", ["--a", "1"]),
         ("python -m openrlhf.cli.train_sft --a 1 > log &", ["--a", "1"]),
         ("python -m openrlhf.cli.train_sft \\\n --a 1 \\\n --b 'x y' # why\necho --c", ["--a", "1", "--b", "x y"]),
+        ("# python -m openrlhf.cli.train_rm --z\npython -m openrlhf.cli.train_sft --a 1", ["--a", "1"]),
         # A comment ends the command, whatever its line ends with.
         ("python -m openrlhf.cli.train_sft \\\n  --a 1 \\\n  # --b 2 \\\nfi", ["--a", "1"]),
         ("python -m openrlhf.cli.train_sft --name run#1", ["--name", "run#1"]),
