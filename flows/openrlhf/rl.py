@@ -209,8 +209,8 @@ def _micro_batches(arguments: Arguments, section: Values) -> None:
     rows = max(1, arguments["train.max_tokens_per_gpu"] // length)
     put(section, "trainer.packing", True)
     put(section, "trainer.micro_batch_size", rows)
-    arguments.note("train.dynamic_batch_enable", f"{rows} packed rows of {length} tokens are the budget of tokens")
-    arguments.note("train.max_tokens_per_gpu", f"{rows} packed rows of {length} tokens")
+    arguments.note("train.dynamic_batch_enable", f"the budget is packed rows of {length} tokens, {rows} at once")
+    arguments.note("train.max_tokens_per_gpu", f"packed rows of {length} tokens, {rows} at once")
     arguments.note("rollout.max_tokens_per_gpu", "scoring has the micro-batches of training")
     arguments.note("train.micro_batch_size", "no effect with a budget of tokens, in OpenRLHF neither")
 
