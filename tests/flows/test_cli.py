@@ -59,6 +59,8 @@ def test_an_override_changes_the_keys_from_its_stage_on(rlhf):
         (["plan", str(DEMO), "--set", "ppo.stepz=3"], "error: ppo.stepz: unknown setting; did you mean 'steps'?"),
         (["plan", str(DEMO), "--set", "run.store=ftp://x"], "error: store 'ftp://x' has the scheme 'ftp'"),
         (["plan", str(DEMO), "--set", f"run.store={DEMO}"], "error: artifacts/prepare-data/"),
+        (["replay", "ab12", "--out", "again", "--store", "s3://"], "error: store 's3://' names no bucket"),
+        (["replay", "ab12", "--out", "again"], "error: store "),
         (["run", str(DEMO)], "error: no Prefect server runs for this folder; start one with `rlhf up`"),
     ],
 )

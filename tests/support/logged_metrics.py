@@ -1,7 +1,7 @@
 """The tables of metrics in docs/rl.md, against what a run has logged."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,11 @@ def expanded(name: str, settings: PpoSettings) -> list[str]:
     return [name] if found is None else [name.replace(found[0], str(one)) for one in values[found[1]]]
 
 
-def check_logged(settings: PpoSettings, records: Iterable[Mapping[str, Any]]) -> None:
-    """Asserts that a run has logged what the page says, in each phase, and nothing else."""
+def check_logged(settings: PpoSettings, records: Iterable[Mapping[str, Any]], sources: Sequence[str] = ()) -> None:
+    """Asserts that a run has logged what the page says, in each phase, and nothing else.
+
+    sources: of held-out prompts.
+    """
     logged: dict[str, set[str]] = {phase: set() for phase in SECTIONS}
     for record in records:
         logged[record["phase"]] |= record.keys() - {"step", "phase"}
@@ -63,6 +66,8 @@ def check_logged(settings: PpoSettings, records: Iterable[Mapping[str, Any]]) ->
             if where not in AT_TIMES and IN_RUNS_WITH[where](settings)
             for one in expanded(name, settings)
         }
+        if phase == "eval":
+            wanted |= {f"{name}/{source}" for name in wanted for source in sources if not name.startswith("seconds/")}
         patterns = [re.sub(r"<\w+>", "[^/]+", name) for name, where in table if where in AT_TIMES]
         further = {name for name in names - wanted if any(re.fullmatch(pattern, name) for pattern in patterns)}
         assert names - further == wanted, f"{phase}: not in docs/rl.md or not logged: {(names - further) ^ wanted}"
