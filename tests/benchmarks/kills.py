@@ -1,7 +1,7 @@
-"""Does a killed stage end in the bits of one that nobody disturbed? SFT, RM, PRM, DPO and KTO on 1 and on 2 ranks, each
-killed three times at a random moment, every time in a run of its own.
+"""Does a killed stage end in the bits of one that nobody disturbed? SFT, RM, PRM, DPO, KTO, and RL by PPO and by GRPO,
+on 1 and on 2 ranks, each killed three times at a random moment, every time in a run of its own.
 
-    make bench                                             (all 30 trials, about half an hour on two cores)
+    make bench                                             (all 42 trials, about 50 minutes on two cores)
     python tests/benchmarks/kills.py --stages sft --ranks 1
 
 What was finished is in .rlhf/bench/kills.jsonl and is not run again while the sources stay as they are. Writes
@@ -20,10 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "stages"))
 from cases import BENCH, Cases, write_measurement
 from kill_trials import (  # pyright: ignore[reportMissingImports]
+    RL,
+    RL_STEPS,
     SAVE_STEPS,
     STAGES,
     STEPS,
     StageRun,
+    steps_of,
     write_demo_model,
 )
 
@@ -37,7 +40,7 @@ Results = dict[tuple[str, int], list[dict[str, Any]]]  # (stage, ranks) -> its t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=[*STAGES, *RL], default=[*STAGES, *RL])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=SEED)
     given = parser.parse_args()
@@ -61,7 +64,7 @@ def trial(cases: Cases, stage: str, ranks: int, seed: int, number: int) -> dict[
         return result
     expected = undisturbed(cases, stage, ranks)
     draw = random.Random(canonical_json(case))
-    step, pause = draw.randint(1, STEPS - 1), draw.uniform(0, PAUSE_S)
+    step, pause = draw.randint(1, steps_of(stage) - 1), draw.uniform(0, PAUSE_S)
     with tempfile.TemporaryDirectory(prefix="rlhf-kills-") as folder:
         run = stage_run(Path(folder), stage, ranks)
         newest = run.run_and_kill(step, pause)
@@ -87,7 +90,7 @@ def stage_run(folder: Path, stage: str, ranks: int) -> StageRun:
 
 
 def run_to_the_end(run: StageRun) -> dict[str, str]:
-    """A driver's artifact: digests of its weights, and of its metrics to the last digit."""
+    """A driver's artifact: digests of its weights, and of its metrics, but for times, to the last digit."""
     manifest = run.run()
     metrics = sha256_text(json.dumps(run.metrics(manifest), sort_keys=True))
     return {"weights": manifest.content_digest, "metrics": metrics}
@@ -105,9 +108,10 @@ def table(results: Results, seed: int) -> list[str]:
         "# Killed and resumed",
         "",
         f"`{' '.join(['python tests/benchmarks/kills.py', *sys.argv[1:]])}`, seed {seed}: a stage's driver "
-        f"(`python -m stages.<stage> --spec FILE`, the demo's small model, float32, ZeRO 2, {STEPS} steps, a training "
-        f"checkpoint every {SAVE_STEPS}) and all its processes get SIGKILL after a random step and up to {PAUSE_S} s "
-        "more; it is run again with the same file. Weights and metrics are compared, by their digests, with those of a "
+        f"(`python -m stages.<stage> --spec FILE`, the demo's small model, float32, ZeRO 2, {STEPS} steps, of "
+        f"{' and '.join(RL)} {RL_STEPS}, a training checkpoint every {SAVE_STEPS}) and all its processes get SIGKILL "
+        f"after a random step and up to {PAUSE_S} s more; it is run again with the same file. Weights, and metrics but "
+        "for times and rates, are compared, by their digests, with those of a "
         "run that nobody disturbed.",
         "",
         f"{same} of {len(trials)} trials ended in the same bits; {early} of them were killed before the first "
