@@ -17,7 +17,8 @@ from rlhf_core.store.store import Store
 from rlhf_core.tracking.history import History
 from rlhf_core.training.progress import finish_checkpoint, restore, resume_point
 from rlhf_core.training.rank import Job
-from rlhf_core.training.rl_metrics import Clock, Rewarded, rollout_metrics
+from rlhf_core.training.rewarded import Rewarded
+from rlhf_core.training.rl_metrics import Clock, rollout_metrics
 from rlhf_core.training.rl_ranks import RlRanks
 from rlhf_core.training.rl_rollout import Rollouts
 

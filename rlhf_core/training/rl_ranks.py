@@ -10,8 +10,9 @@ from rlhf_core.config.rl import PpoSettings
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.training.experience import Judgement
 from rlhf_core.training.mesh import mesh_of
+from rlhf_core.training.rewarded import Rewarded
 from rlhf_core.training.rl_batches import Share, rollout_layout, shares
-from rlhf_core.training.rl_metrics import Clock, Rewarded, parity, throughput
+from rlhf_core.training.rl_metrics import Clock, parity, throughput
 
 RL_TRAINER = "rlhf_core.training.rl:RlTrainer"
 

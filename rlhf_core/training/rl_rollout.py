@@ -17,7 +17,8 @@ from rlhf_core.rollout.reward_sources import RewardSources, settle
 from rlhf_core.rollout.rewards import RewardMix, solution_verdict
 from rlhf_core.rollout.trajectory import Trajectory, single_turn
 from rlhf_core.training.experience import Judgement
-from rlhf_core.training.rl_metrics import Clock, Rewarded, rewarded, step_metrics, throughput
+from rlhf_core.training.rewarded import Rewarded, rewarded
+from rlhf_core.training.rl_metrics import Clock, step_metrics, throughput
 from rlhf_core.training.rl_ranks import RlRanks
 
 

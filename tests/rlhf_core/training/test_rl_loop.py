@@ -10,8 +10,9 @@ from rlhf_core.config.rl import PpoSettings
 from rlhf_core.rollout.outcomes import Failed, Outcome, Scored
 from rlhf_core.rollout.trajectory import Trajectory
 from rlhf_core.training.experience import Graded, Judgement
+from rlhf_core.training.rewarded import Rewarded
 from rlhf_core.training.rl_loop import PpoRun
-from rlhf_core.training.rl_metrics import Clock, Rewarded
+from rlhf_core.training.rl_metrics import Clock
 from rlhf_core.training.rl_rollout import Rollouts, Round
 
 

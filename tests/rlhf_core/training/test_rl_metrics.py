@@ -8,7 +8,8 @@ import pytest
 from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.rollout.trajectory import Trajectory, VersionSpan
-from rlhf_core.training.rl_metrics import Clock, rewarded, rollout_metrics, staleness, throughput
+from rlhf_core.training.rewarded import rewarded
+from rlhf_core.training.rl_metrics import Clock, rollout_metrics, staleness, throughput
 
 MIX = RewardMix(RewardSettings(rm=2.0, exact=1.0), rm_mean=1.0, rm_std=0.5)
 
