@@ -1,4 +1,4 @@
-"""A sampled response with its reward: what a rollout is made of. A function of the trajectory and the mix of rewards."""
+"""A sampled response with its reward, which the mix makes of its sources: what a rollout consists of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
