@@ -207,3 +207,8 @@ def _check_pattern(setting: str, pattern: str, groups: int) -> None:
 def _check_url(setting: str, url: str) -> None:
     if not re.match(r"https?://[^/\s]", url):
         raise ValueError(f"{setting} {url!r} is no http or https URL; give one such as http://host:5000/get_reward")
+    if re.match(r"https?://[^/?#]*@", url):
+        raise ValueError(
+            f"{setting}: a URL with a user or password in it would be kept with the run; put a token into an "
+            "environment variable, and name that in token_env or key_env"
+        )

@@ -181,6 +181,8 @@ def test_right_wrong_unparsable_and_pathological_answers_are_told_apart() -> Non
         ({"functions": [{"path": "a.py"}, {"path": "b.py"}]}, "the name function is taken"),
         ({"functions": [{"path": "a.py", "name": "rm"}]}, "the name rm is taken"),
         ({"http": {"urls": ["ftp://host"]}}, "is no http or https URL"),
+        ({"http": {"urls": ["https://user:pass@host/score"]}}, "a URL with a user or password in it"),
+        ({"http": {"urls": ["http://token@host"]}}, "a URL with a user or password in it"),
         ({"judge": {"url": "http://h", "model": "m", "template": "{prompt}"}}, "does not hold {response}"),
     ],
 )
