@@ -49,18 +49,22 @@ class Judged:
     steps: list[float] | None = None
 
 
-class RewardModel(Protocol):
+class TextScorer(Protocol):
+    """What a service needs of a model."""
+
     kind: str
 
     def encode(self, query: str, prompt: str | None) -> Encoded:
         """Raises QueryError. May be called in a thread of its own."""
         ...
 
+    def score(self, encoded: Sequence[Encoded]) -> list[Judged]: ...
+
+
+class RewardModel(TextScorer, Protocol):
     def encode_tokens(self, prompt: np.ndarray, response: np.ndarray) -> Encoded:
         """Of a sampled response, as RL's ranks judge it."""
         ...
-
-    def score(self, encoded: Sequence[Encoded]) -> list[Judged]: ...
 
 
 class OutcomeModel:

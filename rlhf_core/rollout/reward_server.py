@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rlhf_core.config.base import SettingsError
 from rlhf_core.rollout.outcomes import one_line
-from rlhf_core.rollout.reward_models import Encoded, Judged, QueryError, RewardModel
+from rlhf_core.rollout.reward_models import Encoded, Judged, QueryError, TextScorer
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Queries(BaseModel):
 class Batcher:
     """Scores queries of all requests together, in a thread of its own, in the order in which they came."""
 
-    def __init__(self, model: RewardModel, limits: Limits, metrics: "Metrics"):
+    def __init__(self, model: TextScorer, limits: Limits, metrics: "Metrics"):
         self._model, self._limits, self._metrics = model, limits, metrics
         self._waiting: asyncio.Queue[tuple[Encoded, asyncio.Future[Judged]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -136,7 +136,7 @@ class Metrics:
         self.seconds = prometheus_client.Histogram("forward_seconds", "Seconds of a batch.", **make)
 
 
-def make_app(model: RewardModel, *, token: str | None, limits: Limits) -> FastAPI:
+def make_app(model: TextScorer, *, token: str | None, limits: Limits) -> FastAPI:
     """The service. token: what /get_reward and /metrics ask for as a bearer token; None: nothing."""
     metrics = Metrics()
     batcher = Batcher(model, limits, metrics)
@@ -222,7 +222,7 @@ async def _read(request: Request, limits: Limits) -> Queries:
     return queries
 
 
-def _encode(model: RewardModel, queries: Queries) -> list[Encoded]:
+def _encode(model: TextScorer, queries: Queries) -> list[Encoded]:
     prompts = queries.prompts if queries.prompts is not None else [None] * len(queries.query)
     encoded = []
     for number, (query, prompt) in enumerate(zip(queries.query, prompts, strict=True)):

@@ -11,7 +11,7 @@ from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder
 from rlhf_core.rollout.generation import generate
-from rlhf_core.rollout.outcomes import Outcome, Response
+from rlhf_core.rollout.outcomes import Failed, Outcome, Response
 from rlhf_core.rollout.prompts import Prompt, completion_text, rollout_requests
 from rlhf_core.rollout.reward_sources import RewardSources, settle
 from rlhf_core.rollout.rewards import RewardMix, solution_verdict
@@ -76,7 +76,10 @@ class Rollouts:
                 (kept if not dynamic.enabled or _spread(group) > dynamic.min_spread else flat).append(group)
         filled = flat[: rollout.prompts - len(kept)]
         if not kept and not filled:
-            raise ValueError(f"step {step}: no response of the rollout's {asked} groups could be scored")
+            raise ValueError(
+                f"step {step}: no response of the rollout's {asked} groups could be scored; "
+                f"{_first_failure(rounds, self.settings.reward)}"
+            )
         metrics = _source_metrics(rounds, self.settings.reward)
         if dynamic.enabled:
             metrics |= {
@@ -166,6 +169,18 @@ class Rollouts:
 def _spread(group: Sequence[Rewarded]) -> float:
     scores = [one.score for one in group]
     return max(scores) - min(scores)
+
+
+def _first_failure(rounds: Sequence[Round], settings: RewardSettings) -> str:
+    """Of a source that has a weight: one without drops nothing."""
+    failures = (
+        f"the first failure, of source {name}: {one.reason}: {one.message}"
+        for part in rounds
+        for by_source in part.outcomes
+        for name, one in by_source.items()
+        if isinstance(one, Failed) and settings.weights[name]
+    )
+    return next(failures)
 
 
 def _source_metrics(rounds: Sequence[Round], settings: RewardSettings) -> dict[str, float]:
