@@ -16,7 +16,7 @@ class HttpRewards:
         self._batch_size = settings.batch_size
         self._client = JsonClient(
             settings.urls,
-            token=secret("ppo.reward.http.token_env", settings.token_env),
+            token=secret("reward.http.token_env", settings.token_env),
             concurrency=settings.concurrency,
             timeout_s=settings.timeout_s,
             attempts=settings.attempts,

@@ -22,7 +22,7 @@ class Judge:
         self._settings = settings
         self._client = JsonClient(
             [f"{settings.url.rstrip('/')}/chat/completions"],
-            token=secret("ppo.reward.judge.key_env", settings.key_env),
+            token=secret("reward.judge.key_env", settings.key_env),
             concurrency=settings.concurrency,
             timeout_s=settings.timeout_s,
             attempts=settings.attempts,

@@ -234,7 +234,7 @@ def _text(settings: FunctionReward) -> str:
         return Path(settings.path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
-            f"ppo.reward.functions: {settings.path} cannot be read: {error}; give the path of a Python file"
+            f"reward.functions: {settings.path} cannot be read: {error}; give the path of a Python file"
         ) from None
 
 
@@ -248,7 +248,7 @@ def read_schema(path: str) -> dict[str, Any]:
         validators.validator_for(schema, default=validators.Draft202012Validator).check_schema(schema)
     except (OSError, ValueError, TypeError, SchemaError) as error:
         raise SettingsError(
-            f"ppo.reward.json_schema.path: {path} is no JSON schema: {one_line(error)}; give a file with one"
+            f"reward.json_schema.path: {path} is no JSON schema: {one_line(error)}; give a file with one"
         ) from None
     return schema
 
@@ -285,7 +285,7 @@ def settle(outcomes: Sequence[Mapping[str, Outcome]], group_ids: Sequence[int], 
         _, name, first = bad[0]
         raise RewardError(
             f"{len(bad)} rewards failed, the first of source {name}: {first.reason}: {first.message}; mend it, or set "
-            "ppo.reward.on_failure to retry or drop_group"
+            "reward.on_failure to retry or drop_group"
         )
     dropped = {group for group, _, _ in bad}
     counts = Counter(f"reward/{name}/failed/{one.reason}" for _, name, one in failures)

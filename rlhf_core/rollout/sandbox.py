@@ -172,7 +172,7 @@ class _Worker:
         except _Gone as gone:
             self.end()
             raise SettingsError(
-                f"a process of ppo.reward.sandbox did not start: {gone.failure.reason}: {gone}; see its output"
+                f"a process of reward.sandbox did not start: {gone.failure.reason}: {gone}; see its output"
             ) from None
         if "error" in answer:
             self.end()
