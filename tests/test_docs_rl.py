@@ -13,7 +13,7 @@ from settings_tables import settings_table
 
 from rlhf_core.config.algorithm import PRESETS, AlgorithmSettings
 from rlhf_core.config.base import Settings, settings_types
-from rlhf_core.config.rl import PpoSettings
+from rlhf_core.config.rl import CriticSettings, EvaluationSettings, PpoSettings, PtxSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "rl.md"
 TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -21,7 +21,7 @@ TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def models() -> dict[str, type[Settings]]:
     inner = [m for field in AlgorithmSettings.model_fields.values() for m in settings_types(field.annotation)]
-    return {model.__name__: model for model in [AlgorithmSettings, *inner]}
+    return {model.__name__: model for model in [PtxSettings, CriticSettings, EvaluationSettings, AlgorithmSettings, *inner]}
 
 
 def with_tables(text: str) -> str:

@@ -77,7 +77,7 @@ class EvaluationSettings(Settings):
     shown_prompts: Annotated[int, Neutral] = Field(
         default=8, ge=0, description="Prompts whose greedy responses are kept of every evaluation."
     )
-    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="Processes for `math`.")
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="Processes for `math`, as `reward.sandbox`.")
 
     @property
     def ks(self) -> list[int]:
@@ -199,12 +199,18 @@ class PpoSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _adapters(self) -> "PpoSettings":
-        kl = self.algorithm.kl
-        if self.lora is not None and kl.coef and kl.refresh_steps is not None:
+    def _models_fit(self) -> "PpoSettings":
+        kl, tensor = self.algorithm.kl, self.trainer.tensor_parallel
+        refreshed = kl.coef > 0 and kl.refresh_steps is not None
+        if self.lora is not None and refreshed:
             raise ValueError(
                 f"algorithm.kl.refresh_steps {kl.refresh_steps} makes the policy its reference, and with lora that is "
                 "the policy without its adapters; leave one of them out"
+            )
+        if refreshed and tensor > 1 and self.trainer.zero_stage == 3:
+            raise ValueError(
+                f"algorithm.kl.refresh_steps {kl.refresh_steps} with trainer.tensor_parallel {tensor} and zero_stage "
+                "3: DeepSpeed divides the reference twice, and it cannot be replaced; use zero_stage 2 or less"
             )
         for name, lora in (("lora", self.lora), ("critic.lora", self.critic.lora if self.critic is not None else None)):
             if lora is None:
@@ -214,10 +220,10 @@ class PpoSettings(Settings):
                     f"{name}.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each "
                     "step; set it to false"
                 )
-            if self.trainer.tensor_parallel > 1:
+            if tensor > 1:
                 raise ValueError(
-                    f"{name} with trainer.tensor_parallel {self.trainer.tensor_parallel}: DeepSpeed would divide "
-                    "adapters as well; use trainer.zero_stage 3, which divides all weights"
+                    f"{name} with trainer.tensor_parallel {tensor}: DeepSpeed would divide adapters as well; use "
+                    "trainer.zero_stage 3, which divides all weights"
                 )
         return self
 
