@@ -21,7 +21,8 @@ TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def models() -> dict[str, type[Settings]]:
     inner = [m for field in AlgorithmSettings.model_fields.values() for m in settings_types(field.annotation)]
-    return {model.__name__: model for model in [PtxSettings, CriticSettings, EvaluationSettings, AlgorithmSettings, *inner]}
+    others = [PtxSettings, CriticSettings, EvaluationSettings]
+    return {model.__name__: model for model in [*others, AlgorithmSettings, *inner]}
 
 
 def with_tables(text: str) -> str:

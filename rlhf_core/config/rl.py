@@ -77,7 +77,9 @@ class EvaluationSettings(Settings):
     shown_prompts: Annotated[int, Neutral] = Field(
         default=8, ge=0, description="Prompts whose greedy responses are kept of every evaluation."
     )
-    sandbox: SandboxSettings = Field(default_factory=SandboxSettings, description="Processes for `math`, as `reward.sandbox`.")
+    sandbox: SandboxSettings = Field(
+        default_factory=SandboxSettings, description="Processes for `math`, as `reward.sandbox`."
+    )
 
     @property
     def ks(self) -> list[int]:
