@@ -9,8 +9,8 @@ import numpy as np
 from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.data.batches import chunks
 from rlhf_core.rollout.drawings import Progress
-from rlhf_core.rollout.outcomes import Outcome, Response
-from rlhf_core.rollout.prompts import Prompt, completion_text
+from rlhf_core.rollout.outcomes import Outcome
+from rlhf_core.rollout.prompts import Prompt, completion_text, sampled_response
 from rlhf_core.rollout.reward_sources import RewardSources, Settled, settle
 from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.rollout.token_scores import Sequences
@@ -54,9 +54,10 @@ class OfflineScorer:
         texts = [completion_text(self.tokenizer, one.ids.tolist()) for one in answers]
         outcomes: list[dict[str, Outcome]] = []
         by_models: list[dict[str, float]] = []
-        for numbers in chunks(range(len(answers)), SCORED_AT_ONCE * self.batch_size):
-            waiting = self.sources.start([self._response(answers[n], texts[n]) for n in numbers])
-            by_models += self._by_models([answers[n] for n in numbers])
+        for part in chunks(list(zip(answers, texts, strict=True)), SCORED_AT_ONCE * self.batch_size):
+            responses = [sampled_response(self.tokenizer, one.prompt, one.ids.tolist(), text) for one, text in part]
+            waiting = self.sources.start(responses)
+            by_models += self._by_models([one for one, _ in part])
             outcomes += waiting()
             progress(len(outcomes), len(answers))
         settled = settle(outcomes, [one.group for one in answers], self.settings)
@@ -71,7 +72,3 @@ class OfflineScorer:
         if self.models is None:
             return [{} for _ in answers]
         return self.models([(np.array(one.prompt.ids, np.int64), one.ids) for one in answers])
-
-    def _response(self, answer: Answer, text: str) -> Response:
-        query = self.tokenizer.decode([*answer.prompt.ids, *answer.ids.tolist()], skip_special_tokens=False)
-        return Response(query=query, prompt=answer.prompt.text, completion=text, label=answer.prompt.label)

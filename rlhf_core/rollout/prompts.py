@@ -10,6 +10,7 @@ from rlhf_core.config.supervised import TextSettings
 from rlhf_core.data.encode import Encoder
 from rlhf_core.data.errors import TokenError
 from rlhf_core.data.rows import read_jsonl
+from rlhf_core.rollout.outcomes import Response
 from rlhf_core.rollout.sample import SampleRequest, sample_seed
 
 
@@ -104,6 +105,12 @@ def greedy_requests(
         )
         for number, prompt in enumerate(prompts)
     ]
+
+
+def sampled_response(tokenizer: Any, prompt: Prompt, response_ids: Sequence[int], completion: str) -> Response:
+    """What sources that read text are given of a sampled response."""
+    query = tokenizer.decode([*prompt.ids, *response_ids], skip_special_tokens=False)
+    return Response(query=query, prompt=prompt.text, completion=completion, label=prompt.label)
 
 
 def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ from rlhf_core.config.rewards import RewardSettings
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.data.batches import SampleOrder
 from rlhf_core.rollout.generation import generate
-from rlhf_core.rollout.outcomes import Failed, Outcome, Response
-from rlhf_core.rollout.prompts import Prompt, completion_text, rollout_requests
+from rlhf_core.rollout.outcomes import Failed, Outcome
+from rlhf_core.rollout.prompts import Prompt, completion_text, rollout_requests, sampled_response
 from rlhf_core.rollout.reward_sources import RewardSources, settle
 from rlhf_core.rollout.rewards import RewardMix, solution_verdict
 from rlhf_core.rollout.trajectory import Trajectory, single_turn
@@ -100,7 +100,12 @@ class Rollouts:
         trajectories, prompts = self._sampled(step, count, first_group)
         texts = [completion_text(self.tokenizer, t.response_ids.tolist()) for t in trajectories]
         clock.lap("rollout")
-        waiting = self.sources.start([self._response(*one) for one in zip(trajectories, prompts, texts, strict=True)])
+        waiting = self.sources.start(
+            [
+                sampled_response(self.tokenizer, prompt, t.response_ids.tolist(), text)
+                for t, prompt, text in zip(trajectories, prompts, texts, strict=True)
+            ]
+        )
         judged = self.ranks.judge(trajectories) if self.models else [Judgement()] * len(trajectories)
         outcomes, group_ids = waiting(), [t.group_id for t in trajectories]
         settled = settle(outcomes, group_ids, self.settings.reward)
@@ -146,15 +151,6 @@ class Rollouts:
             for request, sample, prompt in zip(requests, samples, prompts, strict=True)
         ]
         return trajectories, prompts
-
-    def _response(self, trajectory: Trajectory, prompt: Prompt, text: str) -> Response:
-        ids = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
-        return Response(
-            query=self.tokenizer.decode(ids, skip_special_tokens=False),
-            prompt=prompt.text,
-            completion=text,
-            label=prompt.label,
-        )
 
     def _model_values(self, judgement: Judgement) -> dict[str, float]:
         """What the models of rewards gave: those that this run has."""
