@@ -11,7 +11,7 @@ from rlhf_core.rollout.dump import RolloutDump
 from rlhf_core.rollout.rewards import RewardMix
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.tracking.history import History
-from rlhf_core.training.capabilities import check_combination, check_model, check_plain_ranks
+from rlhf_core.training.capabilities import check_combination, check_model
 from rlhf_core.training.progress import check_resumable
 from rlhf_core.training.rank import Job
 from stages.contract import check_head, check_length, check_models, described, input_template
@@ -29,7 +29,6 @@ def ppo(context: StageContext) -> StageResult:
 
     settings: PpoSettings = context.settings
     mix = _check_contract(context)
-    check_plain_ranks(settings.trainer, context.stage)
     check_combination(settings)
     _check_models(context)
     check_resumable(context.store, context.stage, context.key, settings)

@@ -82,16 +82,6 @@ def check_combination(settings: Any) -> None:
             raise SettingsError(message)
 
 
-def check_plain_ranks(trainer: TrainerSettings, stage: str) -> None:
-    """Raises SettingsError for what a stage lacks whose ranks all see different samples."""
-    for name, given, plain in (
-        ("tensor_parallel", trainer.tensor_parallel, 1),
-        ("sequence_parallel", trainer.sequence_parallel, 1),
-    ):
-        if given != plain:
-            raise SettingsError(f"{stage}.trainer.{name} {given} is for supervised stages; set it to {plain}".lower())
-
-
 def check_model(trainer: TrainerSettings, config: Any, *, max_len: int, aux_loss_coef: float = 0.0) -> None:
     """Raises SettingsError for what a stage asks of a model that this Hugging Face configuration lacks.
 

@@ -123,6 +123,14 @@ CRITIC = {"critic": {"optimizer": OPTIMIZER}}
             "algorithm.kl.refresh_steps 3 makes the policy its reference, and with lora that is the policy without its",
         ),
         (
+            {
+                "trainer": {"ranks": 2, "tensor_parallel": 2, "zero_stage": 3},
+                "algorithm": {"kl": {"refresh_steps": 3}},
+                **CRITIC,
+            },
+            "algorithm.kl.refresh_steps 3 with trainer.tensor_parallel 2 and zero_stage 3: DeepSpeed divides the",
+        ),
+        (
             {"lora": {"rank": 2, "load_in_4bit": True}, **CRITIC},
             "lora.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each step; set it",
         ),

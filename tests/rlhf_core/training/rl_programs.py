@@ -83,25 +83,68 @@ def scored(rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any]) -> t
     return both[0], both[1]
 
 
+def dealt_to(made: Any, trajectories: Sequence[Any]) -> list[Any]:
+    """Each rank's share."""
+    from rlhf_core.training.rl_batches import shares
+
+    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
+    return shares(lengths, made.layout, made.mesh.peers)
+
+
+def on_all_ranks(made: Any, method: str, trajectories: Sequence[Any]) -> list[list[Any]]:
+    """What each rank finds of its share."""
+    import torch.distributed as dist
+
+    own = dealt_to(made, trajectories)[made.rank]
+    shards: list[Any] = [None] * made.ranks
+    dist.all_gather_object(shards, getattr(made, method)([trajectories[n] for n in own.numbers], own.micro_batches))
+    return shards
+
+
+def in_order(made: Any, method: str, trajectories: Sequence[Any]) -> list[Any]:
+    """What all ranks find, in the order of the trajectories."""
+    from rlhf_core.training.rl import _in_order
+
+    numbers = [share.numbers for share in dealt_to(made, trajectories)]
+    return _in_order(numbers, on_all_ranks(made, method, trajectories))
+
+
+def rollout_step(made: Any, trajectories: Sequence[Any], number: int) -> dict[str, float]:
+    """Scores the trajectories and trains on them."""
+    from rlhf_core.training.experience import Graded
+
+    graded = [Graded(reward=0.5 * t.sample_id % 3, group=t.group_id) for t in trajectories]
+    numbers = [share.numbers for share in dealt_to(made, trajectories)]
+    return made.train(number, graded, numbers, *on_all_ranks(made, "score", trajectories))
+
+
+def trained(
+    rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any], steps: int, directory: str
+) -> dict[str, Any]:
+    """All that a run does with its ranks: it judges and scores before and after `steps` rollouts of the trajectories,
+    sends its weights and exports the policy into `directory`."""
+    made = trainer_of(rank, ranks, job)
+    done: dict[str, Any] = {"judged": in_order(made, "judge", trajectories)}
+    scored, metrics = [in_order(made, "score", trajectories)], []
+    start = None if made.critic is None else parameters_of(made.critic)
+    for number in range(1, steps + 1):
+        metrics.append(rollout_step(made, trajectories, number))
+        scored.append(in_order(made, "score", trajectories))
+    transfer = Path(directory) / "transfer"
+    transfer.mkdir(parents=True, exist_ok=True)
+    index = made.write_weights(str(transfer), steps, False)
+    facts = made.export(str(Path(directory) / "model"))
+    critic = None if made.critic is None else parameters_of(made.critic)
+    done |= {"scored": scored, "metrics": metrics, "index": index, "facts": facts, "state": made.state}
+    close(made)
+    return {**done, "critic": critic, "critic before": start}
+
+
 def resumed(
     rank: int, ranks: int, *, job: Any, trajectories: Sequence[Any], before: int, after: int, directory: str
 ) -> dict[str, Any]:
     """Rollouts of a run without a break and of one that goes on from its training checkpoint: state, and digests of
-    all that a step depends on."""
-    import torch.distributed as dist
-
-    from rlhf_core.training.experience import Graded
-    from rlhf_core.training.rl_batches import shares
-
-    graded = [Graded(reward=0.5 * t.sample_id % 3, group=t.group_id) for t in trajectories]
-
-    def step(made: Any, number: int) -> None:
-        dealt = shares([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], made.layout)
-        own = dealt[rank]
-        scored = made.score([trajectories[n] for n in own.numbers], own.micro_batches)
-        shards: list[Any] = [None] * ranks
-        dist.all_gather_object(shards, scored)
-        made.train(number, graded, [share.numbers for share in dealt], *shards)
+    all that a step depends on; names of the checkpoint's files."""
 
     def facts(made: Any) -> dict[str, Any]:
         engines = {"policy": made.policy, "critic": made.critic, "reference": made.reference}
@@ -111,13 +154,13 @@ def resumed(
     straight = trainer_of(rank, ranks, job)
     start = facts(straight)
     for number in range(1, before + after + 1):
-        step(straight, number)
+        rollout_step(straight, trajectories, number)
     whole = facts(straight)
     close(straight)
 
     first = trainer_of(rank, ranks, job)
     for number in range(1, before + 1):
-        step(first, number)
+        rollout_step(first, trajectories, number)
     own = Path(directory) / f"own-{rank}"
     own.mkdir(parents=True)
     first._save(own)
@@ -127,7 +170,8 @@ def resumed(
     second = trainer_of(rank, ranks, job)
     second._restore(together)
     for number in range(before + 1, before + after + 1):
-        step(second, number)
+        rollout_step(second, trajectories, number)
     broken = facts(second)
     close(second)
-    return {"start": start, "whole": whole, "resumed": broken}
+    files = sorted(str(path.relative_to(together)) for path in together.rglob("*") if path.is_file())
+    return {"start": start, "whole": whole, "resumed": broken, "files": files}

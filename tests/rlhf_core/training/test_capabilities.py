@@ -20,7 +20,6 @@ from rlhf_core.training.capabilities import (
     check_heads,
     check_machine,
     check_model,
-    check_plain_ranks,
 )
 
 
@@ -248,13 +247,6 @@ def test_balancing_the_load_of_experts_wants_experts(model_type: str, config: di
         return
     with pytest.raises(SettingsError, match=f"aux_loss_coef 0.5 .* of type {model_type} has none"):
         checked(settings_of(aux_loss_coef=0.5), made)
-
-
-def test_ppo_takes_plain_ranks_alone() -> None:
-    check_plain_ranks(TrainerSettings(ranks=2, zero_stage=3), "ppo")
-    check_plain_ranks(TrainerSettings(packing=True), "ppo")
-    with pytest.raises(SettingsError, match=r"^ppo.trainer.tensor_parallel 2 is for supervised stages; set it to 1$"):
-        check_plain_ranks(TrainerSettings(tensor_parallel=2), "ppo")
 
 
 @pytest.mark.engines

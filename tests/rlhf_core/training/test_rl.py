@@ -2,9 +2,9 @@
 process reward model gives.
 """
 
-import json
 import math
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_core.config.rl import CriticSettings, PpoSettings, RewardSettings, RolloutSettings
 from rlhf_core.config.training import OptimizerSettings, TrainerSettings
 from rlhf_core.rollout.trajectory import Trajectory, VersionSpan
-from rlhf_core.store.artifacts import publish
-from rlhf_core.store.keys import canonical_json, sha256_text
-from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from rlhf_core.training.rank import Job
 
+sys.path.insert(0, str(Path(__file__).parent))
+from rl_jobs import OPTIMIZER, PLACEHOLDER, PTX, RIGHT, UP, WRONG, process_model, published, rollout, rollout_job
+
 pytestmark = pytest.mark.engines
-
-UP = "model.layers.0.mlp.up_proj.weight"
-
-
-def published(store: Store, stage: str, model: str, directory: Path) -> Manifest:
-    shutil.copytree(model, directory / "model")
-    source = {"stage": stage}
-    fields = {"stage": stage, "key": sha256_text(canonical_json(source)), "key_source": source}
-    return publish(store, local_dir=directory, manifest_fields=fields, lease=None)
 
 
 @pytest.mark.parametrize(("init", "attention"), [("rm", "eager"), ("policy", "sdpa")])
@@ -73,7 +64,6 @@ def test_trainer_follows_its_settings(
     assert done["attention"] == [attention] * 4
 
 
-PLACEHOLDER, RIGHT, WRONG = 20, 21, 22  # reserved tokens of the scratch model's vocabulary
 COMMA, END = 18, 2
 
 
@@ -93,16 +83,11 @@ def sampled(prompt: list[int], response: list[int]) -> Trajectory:
 
 def test_a_process_reward_model_judges_each_step_of_a_response(groups: Any, llama: str, tmp_path: Path) -> None:
     """Against plain transformers on one response at a time, the placeholders set by hand. No reward model at all."""
-    process = Path(shutil.copytree(llama, tmp_path / "made"))
-    weights = load_file(process / "model.safetensors")
-    save_file({**weights, UP: 0.5 * weights[UP]}, process / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((process / "config.json").read_text())
-    tokens = {"placeholder": PLACEHOLDER, "verdicts": [RIGHT, WRONG], "separator": ",", "template": None}
-    (process / "config.json").write_text(json.dumps(config | {"process_reward": tokens}))
+    process = process_model(llama, tmp_path / "made")
     store = Store(str(tmp_path / "store"))
     manifests = {
         "policy": published(store, "sft", llama, tmp_path / "sft"),
-        "process": published(store, "prm", str(process), tmp_path / "prm"),
+        "process": published(store, "prm", process, tmp_path / "prm"),
     }
     settings = PpoSettings(
         optimizer=OptimizerSettings(lr=1e-2),
@@ -138,30 +123,20 @@ def test_a_process_reward_model_judges_each_step_of_a_response(groups: Any, llam
         assert all(end < later for end, later in pairwise(found.step_ends))
 
 
-def rollout(trajectories: Any) -> list[Trajectory]:
-    """The same trajectories as the sampler gives them: 7 of them, in groups of two and one alone."""
-    return [
-        Trajectory(
-            prompt_ids=t["prompt_ids"],
-            response_ids=t["response_ids"],
-            action_mask=t["action_mask"],
-            sampler_logprobs=t["logprobs"],
-            version_spans=(VersionSpan(0, 0, len(t["response_ids"])),),
-            group_id=number // 2,
-            prompt_id=0,
-            sample_id=number,
-            finish_reason="stop",
-        )
-        for number, t in enumerate(trajectories[:7])
-    ]
-
-
 KL = {"coef": 0.1, "estimator": "k3", "place": "loss", "target": 0.01, "horizon": 20, "refresh_steps": 2}
+LORA = {"rank": 2, "alpha": 8.0}
 RUNS: dict[str, dict[str, Any]] = {
     "ppo": {"critic": {"optimizer": {"lr": 1e-2}}, "algorithm": {"kl": {"target": 0.01, "horizon": 20}}},
     "grpo": {
         "ema_decay": 0.9,
         "algorithm": {"preset": "grpo", "kl": KL, "shaping": {"normalise": True}, "entropy_coef": 0.01},
+    },
+    "adapters": {
+        "lora": LORA,
+        "ptx": PTX,
+        "critic": {"optimizer": OPTIMIZER, "lora": LORA},
+        "ema_decay": 0.9,
+        "algorithm": {"kl": {"target": 0.01, "horizon": 20}},
     },
 }
 
@@ -179,37 +154,29 @@ def test_a_run_goes_on_to_the_same_bits_with_all_of_its_state(
     packing: bool,
 ) -> None:
     """Broken after 3 rollouts of 5. Of 7 trajectories in steps of 4 the last has 3, over two ranks."""
-    store = Store(str(tmp_path / "store"))
-    settings = PpoSettings.model_validate(
-        {
-            "optimizer": {"lr": 1e-2},
-            "rollout": {"prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 16, "max_prompt_len": 16},
-            "reward": {"exact": 1.0},
-            "steps": 5,
-            "batch_size": 4,
-            "epochs": 2,
-            "dtype": "float32",
-            "sampler": {"max_model_len": 64},
-            "trainer": {"ranks": ranks, "zero_stage": zero_stage, "micro_batch_size": 2, "packing": packing},
-            **RUNS[name],
-        }
-    )
-    manifests = {"policy": published(store, "sft", llama, tmp_path / "sft")}
-    job = Job("ppo", "c" * 64, settings, store.url, 1, str(tmp_path), manifests)
+    trainer = {"ranks": ranks, "zero_stage": zero_stage, "packing": packing, "save_hf": name == "adapters"}
+    job = rollout_job(tmp_path / "run", {"policy": llama}, trainer, optimizer={"lr": 1e-2}, epochs=2, **RUNS[name])
     given = {"job": job, "trajectories": rollout(trajectories), "directory": str(tmp_path / "checkpoint")}
     found = groups[ranks].run("rl_programs:resumed", before=3, after=2, **given)
+    refreshed, adapted = name == "grpo", name == "adapters"
     for one in found:
         assert one["resumed"] == one["whole"]
         assert one["whole"] == found[0]["whole"]
         assert one["whole"]["policy"] != one["start"]["policy"]
-        assert one["whole"]["state"].kl_coef != one["start"]["state"].kl_coef
-        assert one["whole"]["state"].rewards.count == 35
-        refreshed = name == "grpo"
-        assert (one["whole"]["reference"] != one["start"]["reference"]) == refreshed
-        assert one["whole"]["state"].reference_step == (4 if refreshed else 0)
-        assert ("critic" in one["whole"]) == (name == "ppo")
+        state = one["whole"]["state"]
+        assert state.kl_coef != one["start"]["state"].kl_coef
+        assert state.rewards.count == 35
+        assert state.reference_step == (4 if refreshed else 0)
+        # With adapters the policy without them is the reference: no second model.
+        assert ("reference" in one["whole"]) == (not adapted)
+        assert adapted or (one["whole"]["reference"] != one["start"]["reference"]) == refreshed
+        assert ("critic" in one["whole"]) == (name != "grpo")
+        assert state.ptx_position == (5 * 2 * 2 * 3 if adapted else 0)  # rollouts, epochs, steps of each, rows
         # What is exported, and sent for an evaluation, is the average where there is one.
-        assert (one["whole"]["averaged"] != one["whole"]["policy"]) == (name == "grpo")
+        assert (one["whole"]["averaged"] != one["whole"]["policy"]) == (name != "ppo")
+        assert {"hf/model.safetensors", "hf/adapter/adapter_model.safetensors"} & set(one["files"]) == (
+            {"hf/model.safetensors", "hf/adapter/adapter_model.safetensors"} if adapted else set()
+        )
 
 
 @pytest.mark.parametrize("packing", [False, True])
