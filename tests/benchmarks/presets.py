@@ -33,10 +33,11 @@ COMMON = [
     "ppo.reward={exact: 1.0}",
     "ppo.rollout.samples_per_prompt=8",
     "ppo.rollout.temperature=0.5",
-    "ppo.optimizer.lr=1.5e-4",
-    "ppo.steps=20",
-    "ppo.eval_steps=10",
-    "ppo.ema_decay=0.97",
+    "ppo.optimizer.lr=2.0e-4",
+    "ppo.steps=40",
+    "ppo.epochs=1",
+    "ppo.eval_steps=20",
+    "ppo.ema_decay=0.98",
     "ppo.trainer={ranks: 1, zero_stage: 2, micro_batch_size: 128, save_steps: null}",
 ]
 OWN: dict[str, list[str]] = {
