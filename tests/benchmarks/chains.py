@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.pipeline import PipelineSettings, load_pipeline
+from rlhf_core.config.pipeline import PipelineSettings, load_pipeline, read_pipeline
 from rlhf_core.store.artifacts import artifact_path, read_manifest
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
@@ -21,18 +21,21 @@ DEMO = PROJECT / "deployments" / "pipelines" / "demo.yaml"
 STORE = PROJECT / ".rlhf" / "bench" / "store"  # one for all benchmarks, so that they share what they have in common
 
 
-def seeded(seed: int) -> list[str]:
+def seeded(seed: int, pipeline: Path) -> list[str]:
     """Every seed of the pipeline but that of the held-out prompts, which stay the same problems."""
-    data = [f"data.{kind}.arithmetic.seed={seed}" for kind in ("sft", "pairs", "steps", "prompts")]
-    return [*data, f"sft.model.scratch.seed={seed}", *(f"{stage}.seed={seed}" for stage in ("sft", "rm", "ppo"))]
+    given = read_pipeline(pipeline)
+    data = [f"data.{kind}.arithmetic.seed={seed}" for kind in given["data"] if kind != "eval"]
+    stages = [f"{stage}.seed={seed}" for stage in ("sft", "sample", "rm", "ppo") if stage in given]
+    return [*data, f"sft.model.scratch.seed={seed}", *stages]
 
 
 def run_chain(
-    seed: int, name: str, store_url: str, overrides: list[str], last: str = "evaluate"
+    seed: int, name: str, store_url: str, overrides: list[str], last: str = "evaluate", pipeline: Path = DEMO
 ) -> dict[str, Manifest]:
     """The manifests of all nodes up to `last`."""
     scratch = Path(store_url).parent / "scratch"
-    settings = load_pipeline(DEMO, [*seeded(seed), f"run.store={store_url}", f"run.scratch={scratch}", *overrides])
+    places = [f"run.store={store_url}", f"run.scratch={scratch}"]
+    settings = load_pipeline(pipeline, [*seeded(seed, pipeline), *places, *overrides])
     made: dict[str, Manifest] = {}
     for planned in plan_pipeline(settings):
         made[planned.node] = run_node(planned, settings, made)

@@ -14,21 +14,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from chains import PROJECT, STORE, curve, draw_truth, number, percent, run_chain
+from chains import DEMO, PROJECT, STORE, curve, draw_truth, number, percent, run_chain
 
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 
-RM_ALONE = "ppo.reward={rm: 1.0, exact: 0.0}"
-SAMPLE = (
-    "sample={form: pairs, samples_per_prompt: 16, max_new_tokens: 24, max_prompt_len: 24, eval_share: 0.1, "
-    "pairs: {which: all, max_per_prompt: 8}, reward: {exact: 1.0}, "
-    "sampler: {dtype: float32, max_model_len: 64, max_num_seqs: 256}}"
-)
-PAIRS = {
-    "generated": lambda seed: [RM_ALONE],
-    "on-policy": lambda seed: [RM_ALONE, SAMPLE, f"sample.seed={seed}", "rm.pairs=on_policy"],
-}
+PIPELINES = {"generated": DEMO, "on-policy": DEMO.with_name("demo-on-policy.yaml")}
+RM_ALONE = ["ppo.reward={rm: 1.0}"]
 
 Results = dict[tuple[int, str], dict[str, Manifest]]
 
@@ -36,13 +28,13 @@ Results = dict[tuple[int, str], dict[str, Manifest]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
+    parser.add_argument("--pairs", nargs="+", choices=list(PIPELINES), default=list(PIPELINES))
     parser.add_argument("--store", default=str(STORE))
     parser.add_argument("--set", action="append", default=[], help="a dotted override for every run")
     parser.add_argument("--docs", default=str(PROJECT / "docs"), help="where over-optimisation.md and its plots go")
     arguments = parser.parse_args()
     results = {
-        (seed, pairs): run_chain(seed, pairs, arguments.store, [*PAIRS[pairs](seed), *arguments.set])
+        (seed, pairs): run_chain(seed, pairs, arguments.store, [*RM_ALONE, *arguments.set], pipeline=PIPELINES[pairs])
         for seed in arguments.seeds
         for pairs in arguments.pairs
     }
@@ -54,8 +46,9 @@ def write_docs(docs: Path, results: Results, store: Store) -> None:
         "# Over-optimisation of a reward model, and pairs of the policy's own",
         "",
         f"Written by `python tests/benchmarks/over_optimisation.py {' '.join(sys.argv[1:])}` (`make bench` runs it "
-        "whole). PPO of deployments/pipelines/demo.yaml with the reward model alone as reward. `generated`: the reward "
-        "model is trained on data.pairs, whose wrong solutions come from a generator; `on-policy`: on pairs that the "
+        "whole). PPO of the demo with the reward model alone as reward. `generated` (demo.yaml): the reward "
+        "model is trained on data.pairs, whose wrong solutions come from a generator; `on-policy` "
+        "(demo-on-policy.yaml): on pairs that the "
         "[stage sample](sample.md) makes of 16 answers of the SFT policy to each training prompt, which the verifier "
         "`exact` labels. Greedy exact match on the held-out problems; two CPU cores, seconds while other work ran.",
         "",
@@ -65,7 +58,7 @@ def write_docs(docs: Path, results: Results, store: Store) -> None:
         *(row(seed, pairs, made, store) for (seed, pairs), made in results.items()),
         "",
     ]
-    for pairs in PAIRS:
+    for pairs in PIPELINES:
         chains = {seed: made for (seed, name), made in results.items() if name == pairs}
         if not chains:
             continue

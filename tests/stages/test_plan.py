@@ -115,7 +115,7 @@ def test_every_section_becomes_a_node_that_reads_what_it_needs(plan, tmp_path):
     assert plan("ppo.reward={exact: 1}", "ppo.critic.init=rm")["ppo"].inputs["reward"] == "rm"
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-prm", "demo-dpo", "demo-kto"])
+@pytest.mark.parametrize("name", ["demo", "demo-prm", "demo-dpo", "demo-kto", "demo-on-policy"])
 def test_a_shipped_demo_can_be_planned(project, name):
     nodes = plan_pipeline(load_pipeline(project / "deployments" / "pipelines" / f"{name}.yaml"))
     assert nodes[-1].node == "evaluate"

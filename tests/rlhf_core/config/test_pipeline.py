@@ -21,6 +21,7 @@ def test_every_shipped_pipeline_is_valid_and_has_the_sections_of_its_name(projec
         "demo-prm": {"sft", "prm", "ppo", "evaluate"},
         "demo-dpo": {"sft", "dpo", "evaluate"},
         "demo-kto": {"sft", "kto", "evaluate"},
+        "demo-on-policy": {"sft", "sample", "rm", "ppo", "evaluate"},
         "llama3-8b": {"sft", "rm", "ppo", "evaluate"},
     }
     assert pipelines["llama3-8b"].ppo.trainer.zero_stage == 3
