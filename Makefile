@@ -54,12 +54,15 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest -m engines
 
-# What takes longer; times are those of two idle cores. The first three keep in .rlhf/bench what they have finished and go
+# What takes longer; times are those of two idle cores. The first four keep in .rlhf/bench what they have finished and go
 # on from there. Figures go into docs/.
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/learning.py        # half an hour: what the demo learns, three seeds, and bfloat16
-	$(BIN)/python tests/benchmarks/kills.py           # 20 minutes: 30 stages killed at random, and resumed
+	$(BIN)/python tests/benchmarks/presets.py         # an hour: what each preset of RL learns, three seeds
+	$(BIN)/python tests/benchmarks/kills.py           # 40 minutes: 42 stages killed at random, and resumed
 	$(BIN)/python tests/benchmarks/cuts.py            # 3 minutes: 336 cuts of an optimizer step, against plain PyTorch
+	$(BIN)/python tests/benchmarks/shared_ranks.py    # 3 minutes: the same of four ranks, tensor or sequence parallel 2 x data 2
+	$(BIN)/python tests/benchmarks/token_memory.py    # a minute: memory while rows become tokens
 	$(BIN)/python tests/benchmarks/logprob_memory.py  # 10 minutes: peak memory of log-probs, vocabulary of 128k
 
 clean:
