@@ -112,7 +112,7 @@ LEFT_OUT = {
 # Not here yet, of RL and of the server; the page says so.
 NOT_YET = """
 train.colocate_all vllm.num_engines vllm.enable_sleep reward.offload ref.offload train.async_enable
-train.async_queue_size train.partial_rollout_enable train.agent_func_path ds.enable_sleep ds.tensor_parallel_size
+train.async_queue_size train.partial_rollout_enable train.agent_func_path ds.enable_sleep
 """
 NOT_YET_SERVED = "ds.load_in_4bit ds.attn_implementation ds.experts_implementation"
 # What is always so here, or follows from something else than a setting; the page says which.
