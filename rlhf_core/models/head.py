@@ -30,10 +30,13 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax(f(h W^T + b))[label] in float32, for some positions at a time, in both directions; with `entropy`
-    also that of the distribution: (log-probs (N,), entropies (N,)).
+    """log softmax(f(h W^T + b))[label] in float32; with `entropy` also that of the distribution: (log-probs (N,),
+    entropies (N,)).
 
-    Saved for the backward are the inputs, the log-normaliser (N,) and the entropies; logits are computed again.
+    The forward takes some positions at a time. Saved for the backward are the inputs, the log-normaliser (N,) and the
+    entropies. There logits are computed again, for some tokens of the vocabulary at a time: a token's row of the
+    weights then has its gradient from one product, and what is added up in float32 is of hidden states' size, which
+    is the smaller one.
     """
 
     @staticmethod
@@ -46,7 +49,7 @@ class _TokenLogprobs(torch.autograd.Function):
         form: LogitTransform,
         entropy: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        rows = _rows(weight_VH)
+        rows = _chunk(weight_VH)
         lse, taken, entropies = [], [], []
         for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
             logits = _transformed(functional.linear(hidden, weight_VH, bias_V), form)
@@ -65,38 +68,35 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, labels_N, lse_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=_sum_dtype(weight_VH)) if wants_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=_sum_dtype(bias_V)) if wants_bias else None
-        rows = _rows(weight_VH)
-        for start in range(0, len(hidden_NH), rows):
-            part = slice(start, start + rows)
-            hidden = hidden_NH[part]
-            logits = _transformed(functional.linear(hidden, weight_VH, bias_V), ctx.form)
-            further = None
-            if entropy_N is not None:
-                further = _grad_entropy(logits, lse_N[part], entropy_N[part], grads[1][part])
-            delta = _grad_logits(logits, lse_N[part], labels_N[part], grads[0][part], ctx.form, further).to(
-                hidden.dtype
-            )
+        grad_hidden = torch.zeros_like(hidden_NH, dtype=_sum_dtype(hidden_NH)) if wants_hidden else None
+        grad_weight = torch.empty_like(weight_VH) if wants_weight else None
+        grad_bias = torch.empty_like(bias_V) if wants_bias else None
+        columns = _chunk(hidden_NH)
+        for start in range(0, len(weight_VH), columns):
+            part = slice(start, start + columns)
+            weight, bias = weight_VH[part], None if bias_V is None else bias_V[part]
+            logits = _transformed(functional.linear(hidden_NH, weight, bias), ctx.form)
+            further = None if entropy_N is None else _grad_entropy(logits, lse_N, entropy_N, grads[1])
+            delta = _grad_logits(logits, lse_N, labels_N - start, grads[0], ctx.form, further).to(hidden_NH.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = delta @ weight_VH
+                _add_product(grad_hidden, delta, weight)
             if grad_weight is not None:
-                _add_product(grad_weight, delta.T, hidden)
+                grad_weight[part] = delta.T @ hidden_NH
             if grad_bias is not None:
-                grad_bias += delta.sum(0)
+                grad_bias[part] = delta.sum(0)
         return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
-            None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
+            grad_weight,
+            grad_bias,
             None,
             None,
             None,
         )
 
 
-def _rows(weight_VH: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // len(weight_VH))
+def _chunk(other: Tensor) -> int:
+    """How many positions or tokens of the vocabulary at a time, with all rows of the other matrix."""
+    return max(1, CHUNK_ELEMENTS // len(other))
 
 
 def _transformed(logits: Tensor, form: LogitTransform) -> Tensor:
@@ -117,10 +117,11 @@ def _grad_logits(
     logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor, form: LogitTransform, further: Tensor | None
 ) -> Tensor:
     """The gradient of the head's output before its transform: (grad * (onehot - softmax) + further) * f'. Changes
-    `logits`."""
+    `logits`. labels: column numbers; those outside are of another part of the vocabulary."""
     slope = form.scale if form.cap is None else form.scale * (1 - (logits / form.cap) ** 2)
     delta = logits.sub_(lse.unsqueeze(-1)).exp_().neg_()
-    delta.scatter_add_(-1, labels.unsqueeze(-1), torch.ones_like(delta[:, :1]))
+    here = (labels >= 0) & (labels < delta.shape[-1])
+    delta.scatter_add_(-1, labels.clamp(0, delta.shape[-1] - 1).unsqueeze(-1), here.to(delta.dtype).unsqueeze(-1))
     delta.mul_(grad.unsqueeze(-1))
     if further is not None:
         delta.add_(further)
