@@ -299,9 +299,7 @@ _PPO = (
     Flag("train.micro_batch_size", "int", 1, "trainer.micro_batch_size"),
     *CHECKPOINTS,
     Flag("ckpt.best_metric_key", "str", ""),
-    *(one for one in DEEPSPEED if not one.name.startswith("ds.ring")),
-    Flag("ds.ring_attn_size", "int", 1, note=f"{_RING}, and Ulysses is for the supervised stages"),
-    Flag("ds.ring_attn_head_stride", "int", 1, note=_RING),
+    *DEEPSPEED,
     *LIGER,
     flag(
         "ds.enable_sleep",

@@ -15,7 +15,7 @@ from flows.openrlhf.common import (
 )
 from flows.openrlhf.rl_algorithm import algorithm
 from flows.openrlhf.rl_rewards import reward
-from flows.openrlhf.supervised import input_template
+from flows.openrlhf.supervised import input_template, share_ranks
 from rlhf_core.config.base import SettingsError
 
 # Steps where neither the command line nor the caller says how many prompts there are.
@@ -193,7 +193,7 @@ def _placement(arguments: Arguments, section: Values) -> None:
     put(section, "trainer.ranks", arguments["actor.num_nodes"] * arguments["actor.num_gpus_per_node"])
     if "vllm.gpu_memory_utilization" in arguments:
         put(section, "sampler.gpu_memory_utilization", arguments["vllm.gpu_memory_utilization"])
-    arguments.note("ds.tensor_parallel_size", "for the supervised stages; ZeRO stage 3 divides the weights")
+    share_ranks(arguments, section)
     if arguments["vllm.num_engines"] != 1:
         arguments.note("vllm.num_engines", "one engine, of ppo.sampler.tensor_parallel_size accelerators")
 

@@ -94,8 +94,8 @@ def input_template(arguments: Arguments) -> str:
     return given if given and "{}" in given else "{}"
 
 
-def _ranks(arguments: Arguments, section: Values, launched: int | None) -> None:
-    """Processes, and how they share layers and sequences."""
+def share_ranks(arguments: Arguments, section: Values) -> int:
+    """How ranks share layers or sequences. Returns how many share a sample."""
     tensor, sequence = arguments["ds.tensor_parallel_size"], arguments["ds.ring_attn_size"]
     if tensor > 1 and "lora" in section:
         arguments.note("ds.tensor_parallel_size", "not with adapters; ZeRO stage 3 divides the weights")
@@ -107,7 +107,13 @@ def _ranks(arguments: Arguments, section: Values, launched: int | None) -> None:
         arguments.note("ds.ring_attn_size", "Ulysses (trainer.sequence_parallel) divides the sequences instead")
     put(section, "trainer.tensor_parallel", tensor)
     put(section, "trainer.sequence_parallel", sequence)
-    put(section, "trainer.ranks", launched or tensor * sequence)
+    return tensor * sequence
+
+
+def _ranks(arguments: Arguments, section: Values, launched: int | None) -> None:
+    """Processes, and how they share layers and sequences."""
+    sharing = share_ranks(arguments, section)
+    put(section, "trainer.ranks", launched or sharing)
     if launched is None:
         arguments.remark(
             "launcher",
