@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlhf_core.config.rewards import HttpReward
+from rlhf_core.config.rewards import HttpReward, JudgeReward
 from rlhf_core.rollout import http_client
 from rlhf_core.rollout.http_reward import HttpRewards
+from rlhf_core.rollout.judge import Judge
 from rlhf_core.rollout.outcomes import Failed, Outcome, Response, Scored
 
 # What the service does with a connection after the n-th request (from 0) on it was read; True: it is kept.
@@ -187,3 +188,41 @@ def test_a_wrong_address_or_token_is_asked_once(status: str) -> None:
         found = score(raw)
     assert found == [Failed("error", f"{raw.url}: HTTP {status[:3]}: no")] * 2
     assert raw.requests == 1
+
+
+def ask(raw: Raw) -> list[str | Failed]:
+    async def asked() -> list[str | Failed]:
+        judge = Judge(JudgeReward(url=raw.url, model="m", template="{response}", attempts=3))
+        try:
+            return await judge.ask(RESPONSES[:1])
+        finally:
+            await judge.close()
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 10**5,
+        b'"Score: 7"',
+        b"null",
+        b'{"choices": {"0": 1}}',
+        b'{"choices": [{"message": null}]}',
+        b'{"choices": [{"message": {"content": null}}]}',
+        b'{"choices": [{"message": {"content": [{"type": "text", "text": "Score: 7"}]}}]}',
+    ],
+)
+def test_a_judge_that_answers_in_another_form_is_unparsable(body: bytes) -> None:
+    with speaking(says(http(body))) as raw:
+        (found,) = ask(raw)
+    assert isinstance(found, Failed)
+    assert found.reason == "unparsable"
+    assert raw.requests == 1
+
+
+def test_a_judge_that_breaks_off_is_asked_again() -> None:
+    good = http(b'{"choices": [{"message": {"content": "Score: 7"}}]}')
+    with speaking(says(b"", good[:-9], good)) as raw:
+        assert ask(raw) == ["Score: 7"]
+    assert raw.requests == 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rollout.outcomes import Failed, Scored
+from rlhf_core.rollout.outcomes import Failed, Scored, finite
 from rlhf_core.rollout.reward_functions import load_function, read_result, read_score
 
 
@@ -83,6 +83,13 @@ def test_the_last_score_within_bounds_is_a_judges(text: str, value: float | None
     found = read_score(text, r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", 0.0, 10.0)
     assert (found.value if isinstance(found, Scored) else None) == value
     assert isinstance(found, Scored) or found.reason == "unparsable"
+
+
+@pytest.mark.parametrize("said", ["score nan", "score inf", "score -1e400", "score 7e", "score"])
+def test_a_score_that_is_no_number_is_unparsable(said: str) -> None:
+    found = finite(read_score(said, r"score ?(\S*)", None, None))
+    assert isinstance(found, Failed)
+    assert found.reason == "unparsable"
 
 
 def test_the_sandboxs_process_loads_in_little_time_and_memory() -> None:
