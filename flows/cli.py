@@ -10,13 +10,13 @@ import httpx
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
 
 from flows import follow, services
 from flows.api import Api
 from flows.doctor import examine
 from flows.openrlhf.importing import import_command
 from flows.openrlhf.shell import from_arguments
+from flows.plan_table import plan_markdown, plan_tables
 from flows.services import Services, ServicesError
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.pipeline import SECTION_DATA, RunSettings, load_pipeline, read_pipeline
@@ -25,6 +25,8 @@ from rlhf_core.store.backends import StoreError
 from rlhf_core.store.keys import directory_digest
 from rlhf_core.store.store import Store
 from stages.plan import PlannedStage, plan_pipeline
+from stages.reasons import explain
+from stages.resources import estimate
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console()
@@ -62,16 +64,20 @@ def down() -> None:
 
 
 @app.command()
-def plan(pipeline: PipelineFile, overrides: Overrides = None) -> None:
-    """Say which stages a run would make and which it would reuse. Starts nothing."""
+def plan(
+    pipeline: PipelineFile,
+    overrides: Overrides = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As markdown.")] = False,
+) -> None:
+    """Say what a run would do with each stage, why, and what that takes. Starts nothing."""
     with _one_line_errors():
         settings = load_pipeline(pipeline, overrides or [])
-        planned = plan_pipeline(settings)
-        published = _published(planned, Store(settings.run.store))
-    table = Table("node", "stage", "key", "")
-    for stage in planned:
-        table.add_row(stage.node, stage.stage.name, stage.key.key[:12], "reuse" if published[stage.node] else "make")
-    console.print(table)
+        planned, store = plan_pipeline(settings), Store(settings.run.store)
+        explained, takes = explain(planned, store), estimate(planned, store)
+    if markdown:
+        typer.echo(plan_markdown(explained, takes), nl=False)
+    else:
+        console.print(plan_tables(explained, takes))
 
 
 @app.command()

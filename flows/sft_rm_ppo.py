@@ -14,6 +14,7 @@ from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
 from flows.dispatch import Pipeline, Reference, artifact
+from flows.plan_table import plan_markdown
 from flows.report import write_report
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.data import DataSettings
@@ -22,8 +23,11 @@ from rlhf_core.config.rl import EvaluateSettings, PpoSettings
 from rlhf_core.config.sampling import SampleSettings
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
+from rlhf_core.store.store import Store
 from stages.plan import PlannedStage, plan_pipeline
 from stages.prepare_data import PREPARE_DATA
+from stages.reasons import counts, explain
+from stages.resources import estimate
 
 DEFAULT_RUN = RunSettings.model_validate({})
 NO_OVERRIDES: list[str] = []
@@ -43,18 +47,22 @@ def sft_rm_ppo(
     evaluate: EvaluateSettings | None = None,
     run: RunSettings = DEFAULT_RUN,
     set: list[str] = NO_OVERRIDES,
+    plan_only: bool = False,
 ) -> State:
     """SFT, reward models, DPO, KTO, PPO and an evaluation: a stage for each section that is given. What the store has
     already is reused.
 
     Prefect replaces a parameter as a whole. To change single settings give `set`, a list of dotted overrides such as
-    ["ppo.optimizer.lr=1e-6"], which is merged last.
+    ["ppo.optimizer.lr=1e-6"], which is merged last. With plan_only nothing runs: the run's artifact `plan` says what
+    would be made, and why.
     """
     supervised = {"sft": sft, "rm": rm, "prm": prm, "dpo": dpo, "kto": kto}
     sections = {**supervised, "sample": sample, "ppo": ppo, "evaluate": evaluate}
     try:
         settings = resolve({"data": data, **sections, "run": run}, set)
         plan = plan_pipeline(settings)
+        if plan_only:
+            return publish_plan(plan, Store(settings.run.store))
         pipeline = Pipeline(str(this_run.id), settings.run, plan)
         pipeline.store.check_writable()
         _log_plan(pipeline)
@@ -105,6 +113,13 @@ def resolve(given: dict[str, Any], overrides: list[str]) -> PipelineSettings:
             f"{error}; a parameter replaces its whole stage, to change single settings use"
             " set, e.g. -p 'set=[\"ppo.optimizer.lr=1e-6\"]'"
         ) from None
+
+
+def publish_plan(plan: list[PlannedStage], store: Store) -> State:
+    """What a run would do, as the artifact `plan`. Raises StoreError."""
+    explained = explain(plan, store)
+    create_markdown_artifact(plan_markdown(explained, estimate(plan, store)), key="plan", description="what would run")
+    return Completed(message=f"plan only: {counts(explained)}")
 
 
 def publish_report(pipeline: Pipeline, references: Mapping[str, Reference]) -> None:

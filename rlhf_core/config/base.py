@@ -42,9 +42,14 @@ def key_settings(settings: Settings) -> dict[str, Any]:
         if is_neutral(field):
             continue
         value = _key_value(getattr(settings, name))
-        if field.is_required() or value != _key_value(field.get_default(call_default_factory=True)):
+        if field.is_required() or value != key_default(field):
             kept[name] = value
     return kept
+
+
+def key_default(field: FieldInfo) -> Any:
+    """A field's default in the form in which `key_settings` holds values; PydanticUndefined where it has none."""
+    return _key_value(field.get_default(call_default_factory=True))
 
 
 def _key_value(value: Any) -> Any:

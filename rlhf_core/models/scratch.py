@@ -11,6 +11,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rlhf_core.models.size import VOCABULARY_SIZE
+
 BOS = "<s>"
 END_OF_TURN = "<|end|>"  # ends every turn; the EOS of generation
 PAD = "<pad>"
@@ -19,7 +21,6 @@ USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 
 CHARACTERS = "0123456789+=,#"
-VOCABULARY_SIZE = 32
 _SPECIAL = (PAD, BOS, END_OF_TURN, UNKNOWN, USER, ASSISTANT)  # the first ids, in this order
 
 # <|user|>3+4=<|end|><|assistant|>3+4=7#7<|end|>, after one BOS. What `generation` encloses is what SFT trains on: the

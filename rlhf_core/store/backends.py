@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -27,14 +28,26 @@ class StoreError(Exception):
     """The store cannot be used, or holds something other than it should. One line: what, why, what to do."""
 
 
+@dataclass(frozen=True)
+class FileInfo:
+    """`path` as listed; `size` in bytes; `modified`: unix seconds, by the store's clock."""
+
+    path: str
+    size: int
+    modified: float
+
+
 class Backend(Protocol):
     def probe(self) -> None: ...
     def read_bytes(self, path: str) -> bytes: ...
+    def read_start(self, path: str, size: int) -> bytes: ...
+    def digest(self, path: str) -> str: ...
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def create(self, path: str, data: bytes) -> bool: ...
     def exists(self, path: str) -> bool: ...
     def list_names(self, path: str) -> list[str]: ...
     def list_files(self, path: str) -> list[str]: ...
+    def file_infos(self, path: str) -> list[FileInfo]: ...
     def upload_file(self, local: Path, path: str) -> str: ...
     def download_file(self, path: str, local: Path) -> str: ...
     def delete_file(self, path: str) -> None: ...
@@ -82,6 +95,13 @@ class LocalFiles:
     def read_bytes(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
 
+    def read_start(self, path: str, size: int) -> bytes:
+        with open(self.root / path, "rb") as file:
+            return file.read(size)
+
+    def digest(self, path: str) -> str:
+        return sha256_file(self.root / path)
+
     def write_bytes(self, path: str, data: bytes) -> None:
         self._put(path, lambda file: file.write(data), os.replace)
 
@@ -125,6 +145,18 @@ class LocalFiles:
             for name in names
             if not name.startswith(TEMPORARY_PREFIX)
         )
+
+    def file_infos(self, path: str) -> list[FileInfo]:
+        """Half-written files are among them."""
+        top = self.root / path
+        infos: list[FileInfo] = []
+        for parent, _, names in os.walk(top):
+            for file in (Path(parent, name) for name in names):
+                # Else it has gone since it was listed.
+                with contextlib.suppress(FileNotFoundError):
+                    state = file.stat()
+                    infos.append(FileInfo(file.relative_to(top).as_posix(), state.st_size, state.st_mtime))
+        return sorted(infos, key=lambda info: info.path)
 
     def upload_file(self, local: Path, path: str) -> str:
         with open(local, "rb") as source:
@@ -195,6 +227,18 @@ class S3Files:
         with self._plain_errors():
             return self.fs.cat_file(self._at(path))
 
+    def read_start(self, path: str, size: int) -> bytes:
+        with self._plain_errors():
+            return self.fs.cat_file(self._at(path), start=0, end=size)
+
+    def digest(self, path: str) -> str:
+        digest = hashlib.sha256()
+        # Block after block: no cache that grows with the file.
+        with self._plain_errors(), self.fs.open(self._at(path), "rb", block_size=_CHUNK_BYTES) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest()
+
     def write_bytes(self, path: str, data: bytes) -> None:
         with self._plain_errors():
             self.fs.pipe_file(self._at(path), data)
@@ -238,6 +282,19 @@ class S3Files:
             found = self.fs.find(self._at(path))
         top = f"{self._at(path)}/"
         return sorted(name.removeprefix(top) for name in found if name.startswith(top) and not name.endswith("/"))
+
+    def file_infos(self, path: str) -> list[FileInfo]:
+        with self._plain_errors():
+            found: dict[str, dict[str, Any]] = self.fs.find(self._at(path), detail=True)
+        top = f"{self._at(path)}/"
+        return sorted(
+            (
+                FileInfo(name.removeprefix(top), int(one["size"]), one["LastModified"].timestamp())
+                for name, one in found.items()
+                if name.startswith(top) and not name.endswith("/")
+            ),
+            key=lambda info: info.path,
+        )
 
     def upload_file(self, local: Path, path: str) -> str:
         digest = sha256_file(local)

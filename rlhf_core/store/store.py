@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from rlhf_core.store.backends import TEMPORARY_PREFIX, Backend, LocalFiles, S3Files, StoreError
+from rlhf_core.store.backends import TEMPORARY_PREFIX, Backend, FileInfo, LocalFiles, S3Files, StoreError
 from rlhf_core.store.keys import sha256_file
 
 __all__ = ["Store", "StoreError", "check_relative"]
@@ -74,6 +74,16 @@ class Store:
         with self._plain_errors("read", path):
             return self._backend.read_bytes(check_relative(path))
 
+    def read_start(self, path: str, size: int) -> bytes:
+        """The first `size` bytes, or all of a shorter file. Raises FileNotFoundError when there is no such file."""
+        with self._plain_errors("read", path):
+            return self._backend.read_start(check_relative(path), size)
+
+    def digest(self, path: str) -> str:
+        """SHA-256 of a file, read in pieces. Raises FileNotFoundError when there is no such file."""
+        with self._plain_errors("read", path):
+            return self._backend.digest(check_relative(path))
+
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replaces the file at once: a reader sees the old content or the new."""
         with self._plain_errors("written", path):
@@ -104,6 +114,11 @@ class Store:
         """Sorted relative paths of all files below `path`, at any depth; [] when there is none."""
         with self._plain_errors("listed", path):
             return self._backend.list_files(check_relative(path))
+
+    def file_infos(self, path: str) -> list[FileInfo]:
+        """All files below `path` with size and time, those included that a writer has not finished or left behind."""
+        with self._plain_errors("listed", path):
+            return self._backend.file_infos(check_relative(path))
 
     def upload_file(self, local: str | Path, path: str) -> str:
         """Copies a local file in and returns its SHA-256."""

@@ -39,14 +39,27 @@ def rlhf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_plan_says_what_would_be_made(rlhf):
     code, out, _ = rlhf("plan", str(DEMO))
     assert code == 0
-    rows = {cells[1]: cells[-2] for line in out.splitlines() if len(cells := [c.strip() for c in line.split("│")]) > 4}
-    assert rows["sft"] == rows["rm"] == rows["ppo"] == rows["evaluate"] == "make"
+    cut = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    rows = {cells[1]: cells for cells in cut if len(cells) > 5 and len(cells[2]) == 12}
+    assert [rows[node][3] for node in ("data-sft", "sft", "rm", "ppo", "evaluate")] == ["to run"] * 5
+    assert "the store has nothing of sft" in " ".join(rows["sft"])
+    assert out.rstrip().endswith("9 to run, 0 resumed, 0 reused")
+
+
+def test_plan_as_markdown_has_a_row_for_each_stage(rlhf):
+    code, out, _ = rlhf("plan", str(DEMO), "--markdown")
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in out.splitlines()[2:11]}
+    assert code == 0
+    assert list(cells)[-4:] == ["sft", "rm", "ppo", "evaluate"]
+    # Two trainer ranks and an engine.
+    assert cells["ppo"][4] == "3"
 
 
 def test_an_override_changes_the_keys_from_its_stage_on(rlhf):
     def keys(*arguments: str) -> dict[str, str]:
         out = rlhf("plan", str(DEMO), *arguments)[1]
-        return {c[1]: c[3] for line in out.splitlines() if len(c := [part.strip() for part in line.split("│")]) > 4}
+        rows = [c for line in out.splitlines() if len(c := [part.strip() for part in line.split("│")]) > 5]
+        return {c[1]: c[2] for c in rows if len(c[2]) == 12}
 
     before, after = keys(), keys("--set", "rm.optimizer.lr=1e-5")
     assert {node for node in before if before[node] != after[node]} == {"rm", "ppo", "evaluate"}
