@@ -174,9 +174,10 @@ class _Worker:
             raise SettingsError(
                 f"a process of reward.sandbox did not start: {gone.failure.reason}: {gone}; see its output"
             ) from None
-        if "error" in answer:
+        if "ready" not in answer:
             self.end()
-            raise SettingsError(f"a reward function cannot be loaded: {answer['error']}")
+            fault = answer.get("error", "it wrote to the descriptor that answers go through")
+            raise SettingsError(f"a reward function cannot be loaded: {fault}")
 
     def answer(self, call: Call) -> list[Outcome]:
         """In a new process where the first one held too much memory and had answered before: what earlier calls left
@@ -195,7 +196,13 @@ class _Worker:
             except SettingsError as error:
                 return [Failed("error", str(error))] * call.size
         limit = self._settings.timeout_s if call.limit_s is None else call.limit_s
-        outcomes = [_decoded(one) for one in self._exchange(call.line(), limit)["outcomes"]]
+        answer = self._exchange(call.line(), limit)
+        try:
+            outcomes = [_decoded(one) for one in answer["outcomes"]]
+        except (KeyError, TypeError):
+            outcomes = []
+        if len(outcomes) != call.size:
+            raise _Gone("error", f"the process gave no {call.size} outcomes: the called code wrote between them")
         self._answered += 1
         return outcomes
 
@@ -240,7 +247,11 @@ class _Worker:
                     self._read(back)
                 self._check_limits(deadline, limit_s)
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        return answer if isinstance(answer, dict) else {}
 
     def _write(self, pipe: int, message: memoryview) -> int:
         try:

@@ -50,6 +50,11 @@ def nan(label): return float("nan")
 def secret(label): return float(label in os.environ)
 def home(label): return float(os.getcwd() == os.environ["HOME"] and not os.listdir("."))
 def torch(label): return float("torch" in sys.modules)
+def write_everywhere(label):
+    for file in map(int, os.listdir("/proc/self/fd")):
+        try: os.write(file, label.encode() + b"\\n")
+        except OSError: pass
+    return 1.0
 def talk(label):
     print("x" * 10**6)
     sys.stdin.read()
@@ -83,6 +88,13 @@ def run(sandbox: Sandbox, function: str, label: str = "") -> Outcome:
 
 def test_a_score_of_zero_is_a_score(sandbox: Sandbox) -> None:
     assert sandbox.run([call("length", "four"), call("length", "")]) == [[Scored(4.0)], [Scored(0.0)]]
+
+
+@pytest.mark.parametrize("written", ["", "}", "[]", '{"outcomes": []}', '{"outcomes": [{"x": 1}]}', '{"outcomes": 3}'])
+def test_what_is_written_between_the_answers_is_a_failure(sandbox: Sandbox, written: str) -> None:
+    found = sandbox.run([call("write_everywhere", written), call("length", "a"), call("length", "ab")])
+    message = "the process gave no 1 outcomes: the called code wrote between them"
+    assert found == [[Failed("error", message)], [Scored(1.0)], [Scored(2.0)]]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +151,7 @@ def test_what_a_function_prints_is_no_answer(sandbox: Sandbox) -> None:
         ("def reward_func(query): return 1.0", r"reward_func takes \(query\); give \(queries, prompts, labels\)"),
         ("async def reward_func(a, b): return 1.0", "not async"),
         ("def f(:", "SyntaxError"),
+        ("import os\nos.write(4, b'{}\\n')", "it wrote to the descriptor"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path, source: str, fault: str) -> None:
