@@ -54,10 +54,11 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest -m engines
 
-# What takes longer; times are those of two idle cores. The first four keep in .rlhf/bench what they have finished and go
+# What takes longer; times are those of two idle cores. The first five keep in .rlhf/bench what they have finished and go
 # on from there. Figures go into docs/.
 bench: $(STAMP)
 	$(BIN)/python tests/benchmarks/learning.py        # half an hour: what the demo learns, three seeds, and bfloat16
+	$(BIN)/python tests/benchmarks/over_optimisation.py  # 40 minutes: PPO with the reward model alone, on generated and on-policy pairs
 	$(BIN)/python tests/benchmarks/presets.py         # an hour: what each preset of RL learns, three seeds
 	$(BIN)/python tests/benchmarks/kills.py           # 40 minutes: 42 stages killed at random, and resumed
 	$(BIN)/python tests/benchmarks/cuts.py            # 3 minutes: 336 cuts of an optimizer step, against plain PyTorch
