@@ -24,7 +24,15 @@ from transformers import (
 from rlhf_core.config.base import SettingsError
 from rlhf_core.config.supervised import RmSettings
 from rlhf_core.config.training import LoraSettings, OptimizerSettings, TrainerSettings
-from rlhf_core.models.lora import adapter_state, add_lora, hugging_face_name, is_adapter, merged_state, nf4_config
+from rlhf_core.models.lora import (
+    adapter_state,
+    adapters_off,
+    add_lora,
+    hugging_face_name,
+    is_adapter,
+    merged_state,
+    nf4_config,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -117,6 +125,22 @@ def test_the_first_matrices_depend_on_the_seed_alone() -> None:
 
     assert all(map(torch.equal, first(4, 0), first(4, 7)))
     assert not all(map(torch.equal, first(4, 0), first(5, 0)))
+
+
+@pytest.mark.parametrize("make", [causal, gpt2, mixtral])
+def test_without_its_adapters_a_model_is_what_it_was_to_the_bit(make: Any) -> None:
+    """Experts too, whose adapters are added to their weights; and afterwards it has them again."""
+    lm = make()
+    before = lm(IDS).logits
+    add_lora(lm, LoraSettings(rank=3, alpha=6), "causal", seed=0)
+    trained(lm)
+    adapted = lm(IDS).logits
+    learning = {name for name, p in lm.named_parameters() if p.requires_grad}
+    with adapters_off(lm):
+        assert torch.equal(lm(IDS).logits, before)
+    assert not torch.equal(adapted, before)
+    assert torch.equal(lm(IDS).logits, adapted)
+    assert {name for name, p in lm.named_parameters() if p.requires_grad} == learning
 
 
 def test_adapters_take_the_models_dtype() -> None:
