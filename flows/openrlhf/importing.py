@@ -6,13 +6,14 @@ from typing import Any
 
 import yaml
 
-from flows.openrlhf.arguments import Note, read_arguments
+from flows.openrlhf.arguments import Arguments, Note, read_arguments
 from flows.openrlhf.flags import COMMANDS
 from flows.openrlhf.rl import reinforcement
 from flows.openrlhf.shell import CommandLine
 from flows.openrlhf.supervised import supervised
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.pipeline import PipelineSettings
+from rlhf_core.training.capabilities import check_combination
 
 _WIDTH = 120
 
@@ -49,8 +50,18 @@ def import_command(line: CommandLine, prompts: int | None = None) -> Imported:
         settings = parse_settings(PipelineSettings, values)
     except SettingsError as error:
         raise SettingsError(f"{line.name}: what its flags mean here is refused: {error}") from None
+    _note_refusals(arguments, settings)
     differing = settings.model_dump(mode="json", exclude_defaults=True)
     section = differing[COMMANDS[line.name].section]
     if section.get("epochs") == arguments["train.max_epochs"]:
         section["epochs"] = arguments["train.max_epochs"]  # 2 and not 2.0
     return Imported(line.name, differing, tuple(arguments.notes))
+
+
+def _note_refusals(arguments: Arguments, settings: PipelineSettings) -> None:
+    """A note where the stage would refuse to start: what OpenRLHF combines and DeepSpeed's trainers here do not."""
+    section = COMMANDS[arguments.command.name].section
+    try:
+        check_combination(getattr(settings, section))
+    except SettingsError as error:
+        arguments.remark(section, f"refuses to start as it stands: {error}")

@@ -105,6 +105,10 @@ def share_ranks(arguments: Arguments, section: Values) -> int:
         sequence = 1
     elif sequence > 1:
         arguments.note("ds.ring_attn_size", "Ulysses (trainer.sequence_parallel) divides the sequences instead")
+        if arguments[
+            "ds.packing_samples"
+        ]:  # OpenRLHF packs with this kernel alone; here it is wanted for both together
+            put(section, "trainer.attention", "flash_attention_2")
     put(section, "trainer.tensor_parallel", tensor)
     put(section, "trainer.sequence_parallel", sequence)
     return tensor * sequence

@@ -391,3 +391,20 @@ def test_adapters_of_policy_and_critic():
     ppo = import_command(from_script(script.replace("\n", " ")), 100).values["ppo"]
     assert ppo["lora"] == ppo["critic"]["lora"] == {"rank": 8}
     assert ppo["aux_loss_coef"] == ppo["critic"]["aux_loss_coef"] == 0.01
+
+
+def test_what_the_stage_would_refuse_is_said():
+    script = """
+    openrlhf.cli.train_sft --model.model_name_or_path a/b --data.dataset c/d --optim muon --ds.tensor_parallel_size 2
+    """
+    (note,) = [note for note in import_command(from_script(script)).notes if note.flag == "sft"]
+    assert note.text.startswith("refuses to start as it stands: optimizer.name muon wants whole matrices")
+
+
+def test_divided_sequences_are_packed_with_the_kernel_that_keeps_them_apart():
+    script = "openrlhf.cli.train_sft --pretrain a/b --dataset c/d --ring_attn_size 2 --packing_samples"
+    imported = import_command(from_script(script))
+    assert imported.values["sft"]["trainer"] == {
+        "ranks": 2, "attention": "flash_attention_2", "packing": True, "sequence_parallel": 2
+    }  # fmt: skip
+    assert "sft" not in flags_noted(imported)
