@@ -48,7 +48,8 @@ def gradient(
         total_steps=10,
     )
     lengths = [item.tokens for item in items]
-    layout = Layout(engine.mesh.data_ranks, settings.micro_batch_size, settings.packing, 2 * max(lengths))
+    multiple = settings.sequence_parallel
+    layout = Layout(engine.mesh.data_ranks, settings.micro_batch_size, settings.packing, 2 * max(lengths), multiple)
     plan = plan_step(lengths, layout)[engine.mesh.data_rank]
     batches = [make_batch(items, micro, layout, PAD) for micro in plan]
     scalars = {name: torch.tensor(value) for name, value in extra.items()}
@@ -68,10 +69,11 @@ def trained_parameters(engine: Any) -> dict[str, Any]:
     """Whole arrays, float64, by their names in the Hugging Face model with its adapters."""
     from rlhf_core.training.engine import gathered
     from rlhf_core.training.parameters import bare_name
+    from rlhf_core.training.tensor_parallel import whole_tensor
 
     named = [(bare_name(name), p) for name, p in engine.module.named_parameters() if p.requires_grad]
     with gathered([parameter for _, parameter in named], engine.zero_stage):
-        return {name: parameter.detach().double().numpy() for name, parameter in named}
+        return {name: whole_tensor(parameter, parameter.detach()).double().numpy() for name, parameter in named}
 
 
 def build(kind: str, model: str, *, lora: bool, zero_stage: int) -> Any:

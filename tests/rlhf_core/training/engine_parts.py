@@ -35,13 +35,21 @@ class engine_of:
         *,
         total_steps: int = 10,
         pad: int = PAD,
+        lora: bool = False,
         **options: Any,
     ):
+        from lora_programs import with_adapters
+
         from rlhf_core.config.training import OptimizerSettings, TrainerSettings
         from rlhf_core.training.engine import TrainEngine
 
+        def build() -> Any:
+            if lora:
+                return with_adapters(kind, model, dtype, in_4bit=False)
+            return module_of(kind, model, dtype, pad, trainer.get("attention", "sdpa"))
+
         self._engine: Any = TrainEngine(
-            lambda: module_of(kind, model, dtype, pad, trainer.get("attention", "sdpa")),
+            build,
             dtype=dtype,  # type: ignore[arg-type]
             trainer=TrainerSettings(**trainer),
             optimizer=OptimizerSettings(**optimizer),

@@ -85,6 +85,17 @@ def test_frozen_parameters_come_through(groups: Any, llama: str, exchanges: Any,
     assert_same(resumed["parameters"], straight["parameters"], 1e-5)
 
 
+@pytest.mark.parametrize(("wrote", "loads"), [((2, 2), (1, 2)), ((1, 3), (2, 3))])
+def test_adapters_come_through(groups: Any, llama: str, exchanges: Any, tmp_path: Path, wrote: Any, loads: Any) -> None:
+    """Of a model whose other weights are frozen."""
+    given: dict[str, Any] = {"dtype": "float32", "lora": True}
+    straight, resumed = trained_then_loaded(groups, llama, exchanges, tmp_path, wrote, loads, **given)
+    assert_same(resumed["loaded"], straight["loaded"], 0)
+    assert_same(resumed["averages"], straight["averages"], 0)
+    assert_same(resumed["parameters"], straight["parameters"], 1e-5)
+    assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-5)
+
+
 def test_the_path_of_a_checkpoint_is_no_pattern(groups: Any, llama: str, exchanges: Any, tmp_path: Path) -> None:
     """Neither of a file name nor of a regular expression."""
     directory = tmp_path / "a[1]+(b)*?"
