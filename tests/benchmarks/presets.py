@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from cases import MEASUREMENTS, write_measurement
 from chains import STORE, curve, number, percent, run_chain
@@ -89,8 +89,8 @@ def report(results: Results, store: Store) -> list[str]:
         "chosen on another seed; what a preset fills is untouched. Two CPU cores, seconds while other work ran; parity "
         "is the largest difference between a log-prob of the sampler and the trainer's.",
         "",
-        "| preset | steps | before -> after, by seed | gains, points | median | s a run | parity |",
-        "|---|---|---|---|---|---|---|",
+        "| preset | learning rate | steps | before -> after, by seed | gains, points | median | s a run | parity |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for preset, runs in results.items():
         gains = [gain(run) for run in runs.values()]
@@ -100,9 +100,9 @@ def report(results: Results, store: Store) -> list[str]:
         )
         seconds = statistics.median(number(run.wall_seconds) for run in runs.values())
         parity = max(number(run.metrics["parity/max"]) for run in runs.values())
-        (steps,) = {run.metrics["steps"] for run in runs.values()}
+        settings: Any = next(iter(runs.values())).key_source["settings"]
         lines.append(
-            f"| {preset} | {steps} | {ends} | {', '.join(f'{one:+.1f}' for one in gains)} "
+            f"| {preset} | {settings['optimizer']['lr']:g} | {settings['steps']} | {ends} | {', '.join(f'{one:+.1f}' for one in gains)} "
             f"| {statistics.median(gains):+.1f} | {seconds:.0f} | {parity:.0e} |"
         )
     reached = sum(statistics.median(map(gain, runs.values())) >= WANTED for runs in results.values())
