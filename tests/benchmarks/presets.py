@@ -102,8 +102,9 @@ def report(results: Results, store: Store) -> list[str]:
         parity = max(number(run.metrics["parity/max"]) for run in runs.values())
         settings: Any = next(iter(runs.values())).key_source["settings"]
         lines.append(
-            f"| {preset} | {settings['optimizer']['lr']:g} | {settings['steps']} | {ends} | {', '.join(f'{one:+.1f}' for one in gains)} "
-            f"| {statistics.median(gains):+.1f} | {seconds:.0f} | {parity:.0e} |"
+            f"| {preset} | {settings['optimizer']['lr']:g} | {settings['steps']} | {ends} "
+            f"| {', '.join(f'{one:+.1f}' for one in gains)} | {statistics.median(gains):+.1f} "
+            f"| {seconds:.0f} | {parity:.0e} |"
         )
     reached = sum(statistics.median(map(gain, runs.values())) >= WANTED for runs in results.values())
     lines += ["", f"{reached} of {len(results)} presets gain at least {WANTED:g} points in the median.", ""]

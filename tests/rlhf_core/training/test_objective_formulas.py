@@ -148,7 +148,7 @@ def batch_of(values: dict[str, np.ndarray], garbage: float) -> dict[str, torch.T
 
 
 def found_loss(objective: Any, batch: dict[str, torch.Tensor], outputs: torch.Tensor) -> float:
-    """The loss of the step; its gradient is left at `outputs`. Metrics are finite."""
+    """The loss of the step; its gradient is left at `outputs`. Metrics are finite, all but one means over tokens."""
     parts = objective.loss(batch, outputs)
     denominators = objective.denominators(batch)
     terms = [term.weight / denominators[name] * term.numerator for name, term in parts.terms.items()]
