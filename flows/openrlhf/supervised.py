@@ -109,8 +109,8 @@ def share_ranks(arguments: Arguments, section: Values) -> int:
             "ds.packing_samples"
         ]:  # OpenRLHF packs with this kernel alone; here it is wanted for both together
             put(section, "trainer.attention", "flash_attention_2")
-            if arguments["ds.attn_implementation"] != "flash_attention_2":
-                arguments.note("ds.attn_implementation", "packing takes flash_attention_2, in OpenRLHF too")
+            for name in ("flash_attn", "ds.attn_implementation"):
+                arguments.note(name, "packing takes flash_attention_2 in any case, in OpenRLHF too")
     put(section, "trainer.tensor_parallel", tensor)
     put(section, "trainer.sequence_parallel", sequence)
     return tensor * sequence
