@@ -1,8 +1,6 @@
 """The `rlhf` command."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,10 +16,11 @@ from flows.openrlhf.importing import import_command
 from flows.openrlhf.shell import from_arguments
 from flows.plan_table import plan_markdown, plan_tables
 from flows.services import Services, ServicesError
-from rlhf_core.config.base import SettingsError, parse_settings
+from flows.store_commands import gc, lineage, verify
+from flows.terminal import one_line_errors
+from rlhf_core.config.base import parse_settings
 from rlhf_core.config.pipeline import SECTION_DATA, RunSettings, load_pipeline, read_pipeline
 from rlhf_core.store.artifacts import read_manifest
-from rlhf_core.store.backends import StoreError
 from rlhf_core.store.keys import directory_digest
 from rlhf_core.store.store import Store
 from stages.plan import PlannedStage, plan_pipeline
@@ -46,7 +45,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="The server's port on 127.0.0.1; 4200 by default.")] = None,
 ) -> None:
     """Start this folder's Prefect server, its work pools with a worker each, and the deployments."""
-    with _one_line_errors():
+    with one_line_errors():
         result = services.up(Path.cwd(), port)
         services.wait_workers(services.Place(Path.cwd()), result.services)
     console.print(f"started: {', '.join(result.started)}" if result.started else "already up")
@@ -58,7 +57,7 @@ def up(
 @app.command()
 def down() -> None:
     """Cancel live runs, wait for them, and stop what `rlhf up` started."""
-    with _one_line_errors():
+    with one_line_errors():
         stopped = services.down(Path.cwd())
     console.print(f"stopped: {', '.join(stopped)}" if stopped else "nothing was up")
 
@@ -70,7 +69,7 @@ def plan(
     markdown: Annotated[bool, typer.Option("--markdown", help="As markdown.")] = False,
 ) -> None:
     """Say what a run would do with each stage, why, and what that takes. Starts nothing."""
-    with _one_line_errors():
+    with one_line_errors():
         settings = load_pipeline(pipeline, overrides or [])
         planned, store = plan_pipeline(settings), Store(settings.run.store)
         explained, takes = explain(planned, store), estimate(planned, store)
@@ -83,7 +82,7 @@ def plan(
 @app.command()
 def run(pipeline: PipelineFile, overrides: Overrides = None) -> None:
     """Run a pipeline file on the server that `rlhf up` started, and follow it. Ctrl-C leaves the run alone."""
-    with _one_line_errors():
+    with one_line_errors(RunFailed):
         running = services.running(Path.cwd())
         if running is None:
             raise ServicesError("no Prefect server runs for this folder; start one with `rlhf up`")
@@ -100,7 +99,7 @@ def demo() -> None:
     started = time.monotonic()
     project = Path.cwd()
     pipeline = next(file for file in services.shipped_pipelines() if file.stem == "demo")
-    with _one_line_errors():
+    with one_line_errors(RunFailed):
         running = services.running(project)
         own = False
         try:
@@ -136,7 +135,7 @@ def merge_lora(
     from rlhf_core.models.export import merge_adapter, silence_transformers
 
     silence_transformers()
-    with _one_line_errors():
+    with one_line_errors():
         digest = None if any_base else directory_digest(base)
         merged = merge_adapter(base, adapter, out, base_digest=digest, dtype=dtype)
     error = f"outputs differ from base and adapter by {merged.difference:.1e} (relative)"
@@ -157,7 +156,7 @@ def replay(
     from stages.contract import ContractError
     from stages.replay import replay as replay_run
 
-    with _one_line_errors(ClusterError, ContractError):
+    with one_line_errors(ClusterError, ContractError):
         made = replay_run(Store(store), key, out, overrides or [], steps=steps)
     compared = {True: ", the same as the run's to the bit", False: ", another than the run's", None: ""}[made.same]
     console.print(f"{made.model}: trained on {made.steps} rollouts{compared}", soft_wrap=True)
@@ -187,7 +186,7 @@ def serve_reward(
     from rlhf_core.rollout.http_client import secret
     from rlhf_core.rollout.reward_models import default_device, load_reward_model
 
-    with _one_line_errors():
+    with one_line_errors():
         token = None if no_token else secret("--token-env", token_env)
         reward_server.check_access(host, token)
         limits = reward_server.Limits(batch_size=batch_size, window_s=wait_ms / 1000, timeout_s=timeout_s)
@@ -210,7 +209,7 @@ def doctor(
     pipeline: Annotated[Path | None, typer.Argument(help="A pipeline file, whose store and scratch are meant.")] = None,
 ) -> None:
     """Say whether this machine and what it talks to are fit for a run. Exit code 1 if something is not."""
-    with _one_line_errors():
+    with one_line_errors():
         values = read_pipeline(pipeline).get("run") if pipeline is not None else None
         settings = parse_settings(RunSettings, values or {}, "run")
     failed = False
@@ -230,7 +229,7 @@ def import_flags(
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of train_ppo_ray's data: how many steps.")] = None,
 ) -> None:
     """An OpenRLHF training command as a pipeline file, with a note on every flag that has no counterpart."""
-    with _one_line_errors():
+    with one_line_errors():
         imported = import_command(from_arguments(words or []), prompts)
         for note in imported.notes:
             typer.echo(f"note: {note}", err=True)
@@ -288,10 +287,5 @@ def _dead_service(running: Services) -> str | None:
     return f"{dead[0]} has ended; see .rlhf/logs/{dead[0]}.log, then `rlhf up` and retry the run" if dead else None
 
 
-@contextmanager
-def _one_line_errors(*further: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except (SettingsError, ServicesError, StoreError, RunFailed, httpx.HTTPError, OSError, *further) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from None
+for command in (verify, gc, lineage):
+    app.command()(command)

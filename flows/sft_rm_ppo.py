@@ -23,6 +23,7 @@ from rlhf_core.config.rl import EvaluateSettings, PpoSettings
 from rlhf_core.config.sampling import SampleSettings
 from rlhf_core.config.supervised import DpoSettings, KtoSettings, PrmSettings, RmSettings, SftSettings
 from rlhf_core.store.backends import StoreError
+from rlhf_core.store.gc import note_use
 from rlhf_core.store.store import Store
 from stages.plan import PlannedStage, plan_pipeline
 from stages.prepare_data import PREPARE_DATA
@@ -65,6 +66,7 @@ def sft_rm_ppo(
             return publish_plan(plan, Store(settings.run.store))
         pipeline = Pipeline(str(this_run.id), settings.run, plan)
         pipeline.store.check_writable()
+        note_use(pipeline.store, pipeline.flow_run, [planned.key.key for planned in plan])
         _log_plan(pipeline)
     except (SettingsError, StoreError) as error:
         return Failed(message=str(error))

@@ -20,6 +20,7 @@ from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.data.errors import DataError, TokenError
 from rlhf_core.rollout.reward_sources import RewardError
 from rlhf_core.store.artifacts import fetch, publish, read_manifest
+from rlhf_core.store.gc import note_inputs
 from rlhf_core.store.leases import Lease, LeaseHeld, LeaseLost, acquire, attach, keep_alive
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store, StoreError
@@ -82,6 +83,7 @@ def run_stage(stage: Stage, spec: StageSpec, scratch: Path, events: EventLog) ->
         published = read_manifest(store, spec.stage, spec.key)
         if published is not None:
             return published
+        note_inputs(store, spec.stage, spec.key, sorted(spec.key_source["inputs"].values()))
         _clear(scratch)
         manifests = {name: Manifest.model_validate(manifest) for name, manifest in spec.inputs.items()}
         inputs = {name: fetch(store, m, scratch / "inputs" / name) for name, m in manifests.items()}
