@@ -25,6 +25,10 @@ RUN_ELSEWHERE = {
     "rlhf replay KEY --out DIR --set ppo.algorithm.kl.coef=1.0 --steps 1": "tests/stages/test_ppo_rewards.py",
     "rlhf doctor mine.yaml": "tests/flows/test_doctor.py",
     "rlhf import-flags train.sh -o mine.yaml": "tests/flows/openrlhf/test_cli.py",
+    "rlhf verify": "tests/flows/test_store_commands.py",
+    "rlhf gc": "tests/flows/test_store_commands.py",
+    "rlhf gc --older-than 14 --pipeline mine.yaml --delete": "tests/flows/test_store_commands.py",
+    "rlhf lineage ppo/3f2a91 --svg lineage.svg": "tests/flows/test_store_commands.py",
     "source .venv/bin/activate": "Makefile",
 }
 COMMAND = re.compile(
