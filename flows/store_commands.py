@@ -2,12 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flows.scratch import old_attempts, remove
 from flows.terminal import one_line_errors
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store import gc as garbage
@@ -18,8 +20,11 @@ from rlhf_core.store.verify import verify as findings_of
 from stages.plan import plan_pipeline
 
 STORE = ".rlhf/store"
+SCRATCH = Path(".rlhf/scratch")
 DAY_S = 86400.0
 GIB = 2**30
+
+Row = tuple[str, str, int, float, str]  # kind, path, bytes, when it was last written, why it can go
 
 StoreOption = Annotated[str, typer.Option(help="Directory or s3:// URL of the store.")]
 
@@ -45,6 +50,7 @@ def gc(
     pipeline: Annotated[
         list[Path] | None, typer.Option(help="A pipeline file, all of whose artifacts stay; repeatable.")
     ] = None,
+    scratch: Annotated[Path, typer.Option(help="This machine's run.scratch, for what attempts left.")] = SCRATCH,
     delete: Annotated[bool, typer.Option("--delete", help="Do it. Else it is only said.")] = False,
 ) -> None:
     """Say what nothing refers to and is older than a limit; with --delete, delete it. Safe beside running stages."""
@@ -55,15 +61,23 @@ def gc(
             pinned |= {planned.key.key for planned in plan_pipeline(load_pipeline(file))}
         older_than_s = older_than * DAY_S
         find = garbage.collect if delete else garbage.find_garbage
-        _say(find(opened, older_than_s, pinned), deleted=delete)
+        found = ((one.kind, one.path, one.size, one.modified, one.why) for one in find(opened, older_than_s, pinned))
+        _say(chain(found, _scratch(scratch, opened, older_than_s, delete=delete)), deleted=delete)
 
 
-def _say(found: Iterable[garbage.Garbage], *, deleted: bool) -> None:
+def _scratch(scratch: Path, store: Store, older_than_s: float, *, delete: bool) -> Iterator[Row]:
+    for one in old_attempts(scratch, store, older_than_s):
+        if delete:
+            remove(one)
+        yield "scratch", str(one.path), one.size, one.modified, "of an attempt that has ended"
+
+
+def _say(found: Iterable[Row], *, deleted: bool) -> None:
     size = count = 0
-    for one in found:
-        days = (time.time() - one.modified) / DAY_S
-        typer.echo(f"{one.kind}: {one.path}: {one.size / GIB:.3f} GiB, {days:.0f} days old: {one.why}")
-        size, count = size + one.size, count + 1
+    for kind, path, bytes_, modified, why in found:
+        days = (time.time() - modified) / DAY_S
+        typer.echo(f"{kind}: {path}: {bytes_ / GIB:.3f} GiB, {days:.0f} days old: {why}")
+        size, count = size + bytes_, count + 1
     done = "deleted" if deleted else "to delete; nothing was deleted, --delete does it"
     typer.echo(f"{count} objects, {size / GIB:.3f} GiB {done}")
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from flows.cli import app
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store.artifacts import publish
+from rlhf_core.store.gc import note_inputs
+from rlhf_core.store.leases import acquire
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 from stages.plan import plan_pipeline
@@ -62,6 +64,30 @@ def test_gc_says_first_and_deletes_when_told(made: list[Manifest]):
     assert rlhf("gc", "--keep", f"rm/{rm.key[:12]}", "--delete")[1].splitlines()[-1].startswith("5 objects, ")
     assert rlhf("verify")[1] == "8 files verified, 0 faults, 0 unfinished attempts or checkpoints\n"
     assert rlhf("gc", "--keep", "rm/ffff")[0] == 1
+
+
+def test_gc_takes_what_old_attempts_left_on_this_machine(made: list[Manifest]):
+    key = made[-1].key
+    scratch = Path(".rlhf/scratch")
+    for directory in (
+        f"ppo-{key[:12]}/00000001-1",
+        f"ppo-{key[:12]}/00000002-1",
+        f"rm-{'ab' * 6}/00000003-1",
+        "mine/x",
+    ):
+        (scratch / directory).mkdir(parents=True)
+        (scratch / directory / "driver.log").write_text("log")
+        then = time.time() - (1 if directory.endswith("2-1") else 31) * 86400
+        os.utime(scratch / directory / "driver.log", (then, then))
+    acquire(Store(".rlhf/store"), "rm", "ab" * 32, {}, 3600)
+    note_inputs(Store(".rlhf/store"), "rm", "ab" * 32, [])
+    arguments = ["gc", "--pipeline", str(DEMO)]
+    path = scratch / f"ppo-{key[:12]}/00000001-1"
+    assert f"scratch: {path}: " in rlhf(*arguments)[1]
+    assert path.is_dir()
+    assert rlhf(*arguments, "--delete")[1].count("scratch: ") == 1
+    left = sorted(file.parent.name for file in scratch.rglob("driver.log"))
+    assert left == ["00000002-1", "00000003-1", "x"]
 
 
 def test_lineage_is_json_and_a_picture(made: list[Manifest]):
