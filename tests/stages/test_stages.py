@@ -29,7 +29,7 @@ SMALL = [
     "data.steps.arithmetic={rows: 32, eval_rows: 8}",
     "data.labelled={arithmetic: {rows: 32, eval_rows: 8}}",
     "data.prompts.arithmetic={rows: 16}",
-    "data.eval.arithmetic={rows: 8}",
+    "data.eval={sources: [{arithmetic: {rows: 5}, label: sums}, {arithmetic: {rows: 3, seed: 1}, label: more.sums}]}",
     f"sft={{{STAGE}, model: {{scratch: {SCRATCH}}}}}",
     f"rm={{{STAGE}, lora: {{rank: 2}}}}",
     f"prm={{{STAGE}, placeholder_token: <|reserved_0|>, reward_tokens: [<|reserved_1|>, <|reserved_2|>],"
@@ -43,6 +43,8 @@ SMALL = [
     "ppo.steps=2",
     "ppo.critic.warmup_steps=1",
     "ppo.trainer={ranks: 1, micro_batch_size: 8, save_steps: 2}",
+    "ppo.best_metric=exact_match/more.sums",
+    "evaluate.evaluation={samples_per_prompt: 2, verifier: math, sandbox: {workers: 1}}",
 ]
 
 
@@ -138,10 +140,28 @@ def test_ppo_is_rewarded_by_a_process_reward_model_without_a_reward_model(runs: 
     assert set(manifest.inputs) == {"policy", "process", "prompts", "eval"}
     assert {"reward/prm/last", "reward/exact/last"} <= manifest.metrics.keys()
     assert "reward/rm/last" not in manifest.metrics
-    check_logged(runs.settings.ppo, map(json.loads, (runs.files("ppo") / "metrics.jsonl").read_text().splitlines()))
+    lines = (runs.files("ppo") / "metrics.jsonl").read_text().splitlines()
+    assert runs.settings.ppo is not None
+    check_logged(runs.settings.ppo, map(json.loads, lines), sources=["sums", "more.sums"])
     samples = [json.loads(line) for line in (runs.files("ppo") / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2
     for sample in samples:
         right = sample["response"].split("#")[1:] == [sample["label"]]
         verdict = min(sample["step_scores"], default=0.0)
         assert sample["reward"] == pytest.approx(0.2 * verdict + right, abs=1e-6)
+
+
+def test_every_policy_is_evaluated_greedily_and_sampled_of_all_prompts_and_by_source(runs: Runs):
+    metrics = runs.manifest("evaluate").metrics
+    rows = [json.loads(line) for line in (runs.files("evaluate") / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == metrics["prompts"] == 8
+    for policy in ("sft", "dpo", "kto", "ppo"):
+        found = {name.removesuffix(f"/{policy}"): value for name, value in metrics.items() if name.endswith(policy)}
+        assert found["exact_match"] == sum(row[f"{policy} exact"] for row in rows) / 8
+        assert found["math_match"] == sum(row[f"{policy} math"] for row in rows) / 8
+        for name in ("exact_match", "math_match", "mean@2", "majority@2", "pass@1", "pass@2", "truncated_sampled"):
+            assert found[name] == pytest.approx((5 * found[f"{name}/sums"] + 3 * found[f"{name}/more.sums"]) / 8)
+        assert 0 <= found["mean@2"] == found["pass@1"] <= found["pass@2"]
+        assert found["response_tokens_greedy"] <= 24
+    assert "| `pass@2` |" in runs.summary("evaluate")
+    assert "gain" in metrics
