@@ -43,7 +43,7 @@ COMMON = [
 # A KL holds noise back as well: without one the learning rate is lower, the more so where deviations of groups whose
 # responses are almost all alike are scaled up.
 OWN: dict[str, list[str]] = {
-    "ppo": ["ppo.critic.init=policy", "ppo.critic.warmup_steps=2"],
+    "ppo": ["ppo.critic.init=policy", "ppo.critic.warmup_steps=2", "ppo.steps=60"],
     "reinforce_pp_baseline": ["ppo.optimizer.lr=1.5e-4"],
     "dr_grpo": ["ppo.optimizer.lr=1.5e-4"],
     "dapo": ["ppo.optimizer.lr=1.0e-4"],
