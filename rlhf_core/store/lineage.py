@@ -113,7 +113,9 @@ def to_svg(shown: Lineage) -> str:
     columns = _columns(shown)
     at: dict[str, tuple[int, int]] = {}
     for number, column in enumerate(columns):
-        for row, name in enumerate(column):
+        # Every other column is lower: an arrow past one box of a chain does not run behind it. Data are the lowest.
+        first = 2 if number == 0 and len(columns) > 1 else (number + 1) % 2
+        for row, name in enumerate(column, first):
             at[name] = (_MARGIN + number * (_BOX[0] + _GAP[0]), _MARGIN + row * (_BOX[1] + _GAP[1]))
     width = max(x for x, _ in at.values()) + _BOX[0] + _MARGIN
     height = max(y for _, y in at.values()) + _BOX[1] + _MARGIN
