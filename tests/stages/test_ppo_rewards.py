@@ -42,7 +42,10 @@ def overrides(folder: Path) -> list[str]:
         "ppo.rollout={prompts: 8, samples_per_prompt: 2, max_new_tokens: 16, max_prompt_len: 24}",
         "ppo.batch_size=16",
         "ppo.steps=2",
-        "ppo.critic.warmup_steps=0",
+        "ppo.critic={optimizer: {lr: 1.0e-3}, lora: {rank: 4}}",
+        "ppo.optimizer.lr=5.0e-3",
+        "ppo.lora={rank: 4}",
+        "ppo.ptx={coef: 0.5, batch_size: 8, max_len: 48}",
         "ppo.dump_rollouts=true",
         "ppo.evaluation={samples_per_prompt: 2, shown_prompts: 3}",
         "ppo.trainer={ranks: 1, micro_batch_size: 8, save_steps: 2}",
@@ -112,6 +115,14 @@ def test_failed_rewards_drop_their_groups_and_are_counted(project: Path, tmp_pat
     check_logged(settings.ppo, map(json.loads, lines))
     trained = [one for one in map(json.loads, lines) if one["phase"] == "train"]
     assert len(trained) == 2
+    # The sampler has the merged weights of the adapters, which the first step has moved.
+    assert all(one["parity/max"] < 1e-3 for one in trained)
+    assert trained[0]["kl"] == 0 != trained[1]["kl"]
+    assert all(one["policy/ptx_loss"] > 0 for one in trained)
+    assert manifest.metrics["ptx_rows"] == 64
+    assert manifest.model is not None
+    assert (manifest.model["lora"]["rank"], manifest.model["lora"]["alpha"]) == (4, 16.0)
+    assert json.loads((files / "model" / "adapter" / "base.json").read_text())["path"] == f"sft/{plan['sft'].key.key}"
     # Both responses of a group fail together; the label of no group that is left is a multiple of three.
     dropped = sum(one["reward/dropped_groups"] for one in trained)
     assert 0 < dropped < 16
