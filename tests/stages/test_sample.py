@@ -28,8 +28,8 @@ from stages.inputs import code_digests
 
 FUNCTION = "def reward_func(completion, label):\n    return len(completion) % 2\n"
 PROMPTS = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(6)]
-# An untrained model draws evenly from 64 tokens: a fifth of them end a response.
-STOPS = [2, *range(52, 64)]
+# An untrained model draws evenly from 32 tokens: a fifth of them end a response.
+STOPS = [2, *range(26, 32)]
 DRAWN = {"max_new_tokens": 16, "max_prompt_len": 10, "eval_share": 0.3, "seed": 1}
 SAMPLER = {"sampler": {"dtype": "float32", "max_model_len": 32, "max_num_seqs": 32}}
 
