@@ -77,8 +77,8 @@ def returns_to_go(rewards: Tensor, action_mask: Tensor, *, gamma: float) -> Tens
 def normalise(advantages: Tensor, action_mask: Tensor, how: Normalisation, eps: float = 1e-8) -> Tensor:
     """Over all action tokens of a rollout: mean 0 ("mean"), and population standard deviation 1 ("mean_std").
 
-    advantages, action_mask: (B, T). Returns (B, T) in their dtype, 0 where action_mask is 0. Computed in float64, so that
-    equal advantages become 0: in float32 what their mean is rounded by, over a deviation of nearly 0, would stay.
+    advantages, action_mask: (B, T). Returns (B, T) in their dtype, 0 where action_mask is 0. Computed in float64, so
+    that equal advantages become 0: in float32 what their mean is rounded by, over a deviation of nearly 0, would stay.
     """
     mask = action_mask.bool()
     if how != "none":
