@@ -1,8 +1,8 @@
 """The verifier `code`: a response's program against the tests in the label, each in a fresh interpreter.
 
 Runs in the sandbox. A test that takes too long, too much memory or an early exit is a failed test and is counted as
-such: here the response is at fault. This limits accidents, not attackers: who samples hostile code runs the stage in a
-container without secrets and without a network.
+such: here the response is at fault. A program has no capability and cannot reach the sandbox's process, but it is the
+same user: who samples hostile code runs the stage in a container without secrets and without a network.
 """
 
 import ast
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.rollout.outcomes import Outcome, Scored, one_line
+from rlhf_core.rollout.privileges import drop_capabilities
 from rlhf_core.rollout.process_tree import descendants, end_new_children, end_with_parent
 from rlhf_core.rollout.verifiers import fenced_blocks
 
@@ -98,14 +99,17 @@ def run_tests(completion: str, label: str, *, timeout_s: float, memory_mb: int, 
     return Scored(extra["passed"] if partial else float(passed == len(tests)), extra=extra)
 
 
-# Reads the word that says "all was run" once it was: an early exit of the response's code does not pass.
+# Reads the word that says "all was run" once it was: an early exit of the response's code does not pass. Both files are
+# read before either runs: the response's code could write the other.
 _HARNESS = """\
 import os, sys
 def run():
-    scope = {"__name__": "solution"}
+    scope, programs = {"__name__": "solution"}, []
     for name in ("solution.py", "test.py"):
         with open(name, encoding="utf-8") as file:
-            exec(compile(file.read(), name, "exec"), scope)
+            programs.append(compile(file.read(), name, "exec"))
+    for program in programs:
+        exec(program, scope)
 run()
 os.write(int(sys.argv[2]), os.read(int(sys.argv[1]), 64))
 """
@@ -160,6 +164,7 @@ def _execute(
     def limit() -> None:
         for what, most in limits.items():
             resource.setrlimit(what, (most, most))
+        drop_capabilities()
         end_with_parent(signal.SIGKILL)
 
     with (

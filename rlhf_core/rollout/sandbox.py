@@ -3,6 +3,9 @@
 Each process belongs to one thread of the driver, which starts it, waits for its answers with a deadline, and ends and
 replaces it. Processes are started by exec, never forked from the driver, and end with the driver, however that ends.
 
+A call and its answer go over a socket, which unlike a pipe nobody can open by way of /proc/PID/fd. An answer repeats
+the random id of its call; anything else that comes back is the called code's, fails the call and ends the process.
+
 Memory is watched as what is resident, by reading /proc while waiting: a limit on address space (RLIMIT_AS) would refuse
 libraries such as torch, which reserve far more than they use.
 """
@@ -10,7 +13,9 @@ libraries such as torch, which reserve far more than they use.
 import json
 import os
 import queue
+import secrets
 import selectors
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,9 +49,8 @@ class Call:
     size: int = 1
     limit_s: float | None = None
 
-    def line(self) -> bytes:
-        message = {"kind": self.kind, "name": self.name, "size": self.size, "arguments": self.arguments}
-        return json.dumps(message).encode() + b"\n"
+    def message(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name, "size": self.size, "arguments": self.arguments}
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,12 @@ class _Gone(Exception):
 
 
 class _Worker:
-    """One process and its pipes, used by one thread."""
+    """One process and its socket, used by one thread."""
 
     def __init__(self, settings: SandboxSettings, setup: Setup, directory: Path, closing: threading.Event):
         self._settings, self._setup, self._directory, self._closing = settings, setup, directory, closing
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._unread = b""
         self._answered = 0  # calls, by this process
@@ -153,22 +158,22 @@ class _Worker:
         """Raises SettingsError where the process cannot load what the setup names."""
         self._home = tempfile.TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True)
         command = [sys.executable, "-P", "-m", "rlhf_core.rollout.sandbox_worker", str(os.getpid())]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=self._home.name,
-            env=self._environment(self._home.name),
-            start_new_session=True,
-        )
+        self._socket, its_end = socket.socketpair()
+        self._socket.setblocking(False)
+        with its_end:
+            self._process = subprocess.Popen(
+                command,
+                stdin=its_end.fileno(),
+                stdout=its_end.fileno(),
+                cwd=self._home.name,
+                env=self._environment(self._home.name),
+                start_new_session=True,
+            )
         self._unread, self._answered = b"", 0
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
         setup = {"functions": dict(self._setup.functions), "modules": list(self._setup.modules)}
         limit = self._settings.start_timeout_s
         try:
-            answer = self._exchange(json.dumps(setup).encode() + b"\n", limit)
+            answer = self._exchange(setup, limit)
         except _Gone as gone:
             self.end()
             raise SettingsError(
@@ -176,8 +181,7 @@ class _Worker:
             ) from None
         if "ready" not in answer:
             self.end()
-            fault = answer.get("error", "it wrote to the descriptor that answers go through")
-            raise SettingsError(f"a reward function cannot be loaded: {fault}")
+            raise SettingsError(f"a reward function cannot be loaded: {answer.get('error')}")
 
     def answer(self, call: Call) -> list[Outcome]:
         """In a new process where the first one held too much memory and had answered before: what earlier calls left
@@ -190,19 +194,21 @@ class _Worker:
             return self.answer(call) if again else [gone.failure] * call.size
 
     def _answer(self, call: Call) -> list[Outcome]:
+        if self._process is not None and not self._waits():
+            self.end()
         if self._process is None:
             try:
                 self.start()
             except SettingsError as error:
                 return [Failed("error", str(error))] * call.size
         limit = self._settings.timeout_s if call.limit_s is None else call.limit_s
-        answer = self._exchange(call.line(), limit)
+        answer = self._exchange(call.message(), limit)
         try:
             outcomes = [_decoded(one) for one in answer["outcomes"]]
         except (KeyError, TypeError):
             outcomes = []
         if len(outcomes) != call.size:
-            raise _Gone("error", f"the process gave no {call.size} outcomes: the called code wrote between them")
+            raise _Gone("error", f"the process gave no {call.size} outcomes")
         self._answered += 1
         return outcomes
 
@@ -210,11 +216,10 @@ class _Worker:
         if self._process is not None:
             end_tree(self._process.pid)
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                with suppress(OSError):
-                    pipe.close()
             self._process = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         if self._home is not None:
             self._home.cleanup()
             self._home = None
@@ -225,44 +230,58 @@ class _Worker:
         fixed = {"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
         return inherited | fixed
 
-    def _exchange(self, message: bytes, limit_s: float) -> dict[str, Any]:
+    def _waits(self) -> bool:
+        """Whether the process has neither ended nor sent what no call asked for, as a thread of an earlier call may."""
+        assert self._socket is not None
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
+        return False
+
+    def _exchange(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Sends a line and waits for one. Raises _Gone after limit_s seconds, for too much memory, for a process that
-        ended or was to."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        to, back = self._process.stdin.fileno(), self._process.stdout.fileno()
+        ended or was to, and for what is not the message's answer or comes with it."""
+        assert self._socket is not None
         deadline = time.monotonic() + limit_s
-        unsent = memoryview(message)
+        call_id = secrets.token_hex(16)
+        unsent = memoryview(json.dumps({"id": call_id, **message}).encode() + b"\n")
+        self._unread = b""
         with selectors.DefaultSelector() as ready:
-            ready.register(back, selectors.EVENT_READ)
-            ready.register(to, selectors.EVENT_WRITE)
+            ready.register(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE)
             while b"\n" not in self._unread:
-                events = {key.fd for key, _ in ready.select(_POLL_S)}
-                if to in events:
-                    unsent = unsent[self._write(to, unsent) :]
+                events = [mask for _, mask in ready.select(_POLL_S)]
+                if unsent and any(mask & selectors.EVENT_WRITE for mask in events):
+                    unsent = unsent[self._send(self._socket, unsent) :]
                     if not unsent:
-                        ready.unregister(to)
-                if back in events:
-                    self._read(back)
+                        ready.modify(self._socket, selectors.EVENT_READ)
+                if any(mask & selectors.EVENT_READ for mask in events):
+                    self._receive(self._socket)
                 self._check_limits(deadline, limit_s)
-        line, _, self._unread = self._unread.partition(b"\n")
+        line, _, after = self._unread.partition(b"\n")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
             answer = None
-        return answer if isinstance(answer, dict) else {}
+        if after or not isinstance(answer, dict) or answer.get("id") != call_id:
+            raise _Gone("error", "the called code wrote to the descriptor that answers go through")
+        return answer
 
-    def _write(self, pipe: int, message: memoryview) -> int:
+    def _send(self, channel: socket.socket, message: memoryview) -> int:
         try:
-            return os.write(pipe, message)
+            return channel.send(message)
         except BlockingIOError:
             return 0
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
 
-    def _read(self, pipe: int) -> None:
-        part = os.read(pipe, 2**16)
+    def _receive(self, channel: socket.socket) -> None:
+        try:
+            part = channel.recv(2**16)
+        except ConnectionResetError:  # it ended with some of the message unread
+            part = b""
         if not part:
             raise self._ended()
         self._unread += part

@@ -1,7 +1,7 @@
 """A sandbox's process: reads calls from the driver, one JSON line each, and answers with outcomes. Loads no torch.
 
 `python -m rlhf_core.rollout.sandbox_worker PARENT`, started by rlhf_core/rollout/sandbox.py. What the called code
-prints goes to the driver's standard error.
+prints goes to the driver's standard error. Each answer repeats its message's id, which the called code is not given.
 """
 
 import io
@@ -16,11 +16,13 @@ from typing import Any
 from rlhf_core.rollout import verifiers
 from rlhf_core.rollout.code_runner import run_tests
 from rlhf_core.rollout.outcomes import Failed, Outcome, Scored, finite, one_line
+from rlhf_core.rollout.privileges import refuse_tracing
 from rlhf_core.rollout.process_tree import adopt_orphans, end_with_parent
 from rlhf_core.rollout.reward_functions import UserFunction, load_function, read_score
 
 
 def main(parent: int) -> None:
+    refuse_tracing()
     _tie_to(parent)
     calls, answers = _channel()
     setup = json.loads(calls.readline())
@@ -29,11 +31,12 @@ def main(parent: int) -> None:
         for module in setup["modules"]:
             __import__(module)
     except BaseException as error:  # noqa: BLE001  whatever a user's file raises, an exit included
-        _answer(answers, {"error": f"{type(error).__name__}: {one_line(error)}"})
+        _answer(answers, setup["id"], {"error": f"{type(error).__name__}: {one_line(error)}"})
         return
-    _answer(answers, {"ready": True})
+    _answer(answers, setup["id"], {"ready": True})
     for line in calls:
-        _answer(answers, {"outcomes": [asdict(one) for one in _outcomes(json.loads(line), functions)]})
+        call = json.loads(line)
+        _answer(answers, call["id"], {"outcomes": [asdict(one) for one in _outcomes(call, functions)]})
 
 
 def _outcomes(call: dict[str, Any], functions: dict[str, UserFunction]) -> list[Outcome]:
@@ -57,8 +60,8 @@ _VERIFIERS: dict[str, Callable[..., Outcome | float]] = {
 }
 
 
-def _answer(answers: io.BufferedWriter, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
+def _answer(answers: io.BufferedWriter, call_id: str, message: dict[str, Any]) -> None:
+    answers.write(json.dumps({"id": call_id} | message).encode() + b"\n")
     answers.flush()
 
 

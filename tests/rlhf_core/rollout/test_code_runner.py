@@ -52,6 +52,20 @@ def test_an_early_exit_passes_nothing(program: str) -> None:
     assert run(program, "assert False").value == 0.0
 
 
+def test_a_program_that_writes_over_its_tests_passes_nothing() -> None:
+    assert run("open('test.py', 'w').write('pass')", "assert False").value == 0.0
+
+
+def test_a_program_has_no_capability() -> None:
+    """Nor can it get one: the bounding set (CapBnd, see proc(5)) is empty for root, and new privileges are off."""
+    program = "import os\nsaid = dict(line.split(':\\t') for line in open('/proc/self/status').read().splitlines())"
+    label = (
+        "assert not any(int(said[name], 16) for name in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb')), said\n"
+        "assert os.getuid() or not int(said['CapBnd'], 16), said\nassert said['NoNewPrivs'] == '1'"
+    )
+    assert run(program, label).value == 1.0
+
+
 @pytest.mark.parametrize(
     ("program", "happened"),
     [("while True: pass", "timeout"), ("x = bytearray(10**10)", "memory"), ("def f(:", "unparsable")],

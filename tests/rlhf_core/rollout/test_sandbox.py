@@ -17,7 +17,7 @@ from rlhf_core.rollout.process_tree import descendants
 from rlhf_core.rollout.sandbox import Call, Sandbox, Setup
 
 SOURCE = """
-import os, subprocess, sys, time
+import os, subprocess, sys, threading, time
 
 def reward_func(queries, prompts, labels):
     return {"rewards": [globals()[query](label) for query, label in zip(queries, labels)]}
@@ -49,11 +49,28 @@ def error(label): raise KeyError("two\\nlines")
 def nan(label): return float("nan")
 def secret(label): return float(label in os.environ)
 def home(label): return float(os.getcwd() == os.environ["HOME"] and not os.listdir("."))
+def dumpable(label):
+    import ctypes
+    return float(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
 def torch(label): return float("torch" in sys.modules)
 def write_everywhere(label):
     for file in map(int, os.listdir("/proc/self/fd")):
         try: os.write(file, label.encode() + b"\\n")
         except OSError: pass
+    return 1.0
+def answer_in_a_moment(label):
+    def write():
+        time.sleep(0.1)
+        write_everywhere('{"outcomes": [{"value": 9.0, "score": null, "extra": {}}]}')
+        open(label, "w").close()
+    threading.Thread(target=write).start()
+    return 1.0
+def leave_in_a_moment(label):
+    def leave():
+        time.sleep(0.1)
+        open(label, "w").close()
+        os._exit(0)
+    threading.Thread(target=leave).start()
     return 1.0
 def talk(label):
     print("x" * 10**6)
@@ -90,11 +107,62 @@ def test_a_score_of_zero_is_a_score(sandbox: Sandbox) -> None:
     assert sandbox.run([call("length", "four"), call("length", "")]) == [[Scored(4.0)], [Scored(0.0)]]
 
 
-@pytest.mark.parametrize("written", ["", "}", "[]", '{"outcomes": []}', '{"outcomes": [{"x": 1}]}', '{"outcomes": 3}'])
-def test_what_is_written_between_the_answers_is_a_failure(sandbox: Sandbox, written: str) -> None:
-    found = sandbox.run([call("write_everywhere", written), call("length", "a"), call("length", "ab")])
-    message = "the process gave no 1 outcomes: the called code wrote between them"
-    assert found == [[Failed("error", message)], [Scored(1.0)], [Scored(2.0)]]
+FORGED = '{"outcomes":[{"value":1.0,"score":null,"extra":{}}]}'
+WROTE = "the called code wrote to the descriptor that answers go through"
+
+
+@pytest.mark.parametrize("written", ["", "}", "[]", '{"outcomes": []}', FORGED, f"{FORGED}\n{FORGED}", '{"id": ""}'])
+def test_what_is_written_between_the_answers_is_that_calls_failure(tmp_path: Path, written: str) -> None:
+    """One process: no later call gets an earlier one's answer."""
+    with Sandbox(SandboxSettings(workers=1), SETUP, tmp_path) as sandbox:
+        found = sandbox.run([call("write_everywhere", written), call("length", "four"), call("length", "")])
+    assert found == [[Failed("error", WROTE)], [Scored(4.0)], [Scored(0.0)]]
+
+
+@pytest.mark.parametrize("function", ["answer_in_a_moment", "leave_in_a_moment"])
+def test_what_an_earlier_call_does_later_is_no_call_s_answer(tmp_path: Path, function: str) -> None:
+    done = tmp_path / "done"
+    with Sandbox(SandboxSettings(workers=1), SETUP, tmp_path) as sandbox:
+        assert run(sandbox, function, str(done)) == Scored(1.0)
+        _wait(done.exists)
+        time.sleep(0.2)  # for its end
+        assert run(sandbox, "length", "four") == Scored(4.0)
+
+
+# A response's program that looks for the answers' descriptor in the sandbox's process and in the driver,
+# and writes to the former's alone: the latter's may be the test run's.
+FORGE = f"""
+import os
+def parent(pid): return int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1])
+opened = []
+for pid in (os.getppid(), parent(os.getppid())):
+    for name in ("mem", "environ", *(f"fd/{{number}}" for number in range(64))):
+        try: file = os.open(f"/proc/{{pid}}/{{name}}", os.O_RDWR if name == "mem" else os.O_RDONLY)
+        except OSError: continue
+        opened.append((pid == os.getppid(), name))
+        if opened[-1][0] and name != "environ" and os.readlink(f"/proc/self/fd/{{file}}").startswith("pipe:"):
+            try: os.write(os.open(f"/proc/{{pid}}/{{name}}", os.O_WRONLY), {FORGED!r}.encode() + b"\\n")
+            except OSError: pass
+"""
+
+
+def code(program: str, label: str) -> Call:
+    given = {"completion": program, "label": label, "timeout_s": 5.0, "memory_mb": 512, "partial": False}
+    return Call("code", given, limit_s=60)
+
+
+def test_a_response_s_program_cannot_answer_for_the_sandbox(tmp_path: Path) -> None:
+    with Sandbox(SandboxSettings(workers=1), SETUP, tmp_path) as sandbox:
+        [[forged], [reached]] = sandbox.run(
+            [
+                code(FORGE, "assert False"),
+                code(FORGE, "assert not [name for of_the_sandbox, name in opened if of_the_sandbox], opened"),
+            ]
+        )
+    assert isinstance(forged, Scored)
+    assert forged.value == 0.0
+    assert isinstance(reached, Scored)
+    assert reached.value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -134,6 +202,11 @@ def test_a_process_sees_what_it_is_allowed_to(sandbox: Sandbox) -> None:
     assert run(sandbox, "home") == Scored(1.0)
 
 
+def test_a_process_refuses_tracing(sandbox: Sandbox) -> None:
+    """What keeps an ordinary user's programs out of /proc/PID/mem; root's are kept out by having no capability."""
+    assert run(sandbox, "dumpable") == Scored(0.0)
+
+
 def test_a_process_loads_no_torch(sandbox: Sandbox) -> None:
     assert run(sandbox, "torch") == Scored(0.0)
 
@@ -151,7 +224,6 @@ def test_what_a_function_prints_is_no_answer(sandbox: Sandbox) -> None:
         ("def reward_func(query): return 1.0", r"reward_func takes \(query\); give \(queries, prompts, labels\)"),
         ("async def reward_func(a, b): return 1.0", "not async"),
         ("def f(:", "SyntaxError"),
-        ("import os\nos.write(4, b'{}\\n')", "it wrote to the descriptor"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path, source: str, fault: str) -> None:
@@ -161,12 +233,18 @@ def test_a_file_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path, so
     assert not list(tmp_path.iterdir())
 
 
-def test_a_start_that_hangs_is_an_error(tmp_path: Path) -> None:
-    setup = Setup(
-        functions={"f": {"path": "/nowhere/f.py", "source": "import time\ntime.sleep(99)", "function": "reward_func"}}
-    )
-    with pytest.raises(SettingsError, match="did not start: timeout: no answer within"):
-        Sandbox(SandboxSettings(workers=1, start_timeout_s=0.5), setup, tmp_path)
+@pytest.mark.parametrize(
+    ("source", "limit_s", "fault"),
+    [
+        ("import time\ntime.sleep(99)", 0.5, "timeout: no answer within"),
+        ("import os\nos.write(4, b'{}\\n')", 120, "error: the called code wrote to the descriptor"),
+    ],
+)
+def test_a_start_without_an_answer_is_an_error(tmp_path: Path, source: str, limit_s: float, fault: str) -> None:
+    setup = Setup(functions={"f": {"path": "/nowhere/f.py", "source": source, "function": "reward_func"}})
+    with pytest.raises(SettingsError, match=f"did not start: {fault}"):
+        Sandbox(SandboxSettings(workers=1, start_timeout_s=limit_s), setup, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_closing_ends_a_call_and_answers_those_that_wait(tmp_path: Path) -> None:
