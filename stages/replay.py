@@ -1,18 +1,25 @@
 """Trains again on the rollouts that a run of ppo kept, without a sampler: `rlhf replay`."""
 
+import json
+import os
+import socket
 import tempfile
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.algorithm import AlgorithmSettings
 from rlhf_core.config.base import SettingsError, parse_settings
 from rlhf_core.config.pipeline import ClusterSettings, TrackingSettings, apply_overrides
 from rlhf_core.config.rl import PpoSettings
 from rlhf_core.rollout.dump import RolloutDump
 from rlhf_core.store.artifacts import read_manifest
+from rlhf_core.store.gc import note_inputs
 from rlhf_core.store.keys import directory_digest
+from rlhf_core.store.leases import acquire, keep_alive
 from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store, StoreError
 from rlhf_core.tracking.events import EventLog
@@ -26,6 +33,9 @@ from stages.ppo_shown import write_plots
 STAGE = "ppo"
 # What a rollout depends on: other values would not be those that it was drawn with.
 _DRAWN_WITH = ("policy", "rollout", "algorithm.dynamic_sampling")
+_TOKENISED_WITH = ("ptx.text", "ptx.max_len")
+_PRESET = f"{STAGE}.algorithm.preset"
+_LEASE_TTL_S = 120.0
 _WEIGHTS = ("rm", "prm", "exact", "math")
 
 
@@ -57,7 +67,7 @@ def replay(
     """
     dump = RolloutDump(store, STAGE, _whole_key(store, key))
     run = dump.run()
-    settings = _changed(run, overrides)
+    settings = _changed(run, list(overrides))
     published = read_manifest(store, STAGE, dump.key)
     if steps is None:
         exported: Any = published.metrics["exported_step"] if published is not None else max(dump.steps(), default=0)
@@ -65,8 +75,11 @@ def replay(
     _check_steps(dump, steps, settings)
     if out.exists() and any(out.iterdir()):
         raise StoreError(f"{out} is not empty; give a new directory")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rlhf-replay-") as scratch:
+    tokens: dict[str, str] = run["tokens"] if settings.ptx is not None else {}
+    with _in_use(store, dump.key, run), tempfile.TemporaryDirectory(prefix="rlhf-replay-") as scratch:
+        _check_tokens(store, tokens)
+        _check_rewards(dump, steps, parse_settings(PpoSettings, run["settings"], STAGE), settings)
+        out.mkdir(parents=True, exist_ok=True)
         job = Job(
             stage=STAGE,
             key=f"replay-{dump.key}",
@@ -75,7 +88,7 @@ def replay(
             lease=0,  # nothing is saved
             scratch=scratch,
             manifests={name: Manifest.model_validate(one) for name, one in run["inputs"].items()},
-            tokens=run["tokens"],
+            tokens=tokens,
         )
         _train(job, dump, out, steps, cluster or ClusterSettings())
     model = out / "model"
@@ -123,7 +136,22 @@ def _whole_key(store: Store, key: str) -> str:
     return found[0]
 
 
-def _changed(run: dict[str, Any], overrides: Iterable[str]) -> PpoSettings:
+@contextmanager
+def _in_use(store: Store, key: str, run: dict[str, Any]) -> Iterator[None]:
+    """While the block runs `rlhf gc` leaves the run, what it has read, and token caches. A lease of its own: several
+    may replay one run at once, and beside the stage itself."""
+    name = f"{key[:12]}-{uuid.uuid4().hex}"
+    lease = acquire(store, "replay", name, {"host": socket.gethostname(), "pid": os.getpid()}, _LEASE_TTL_S)
+    try:
+        note_inputs(store, "replay", name, sorted({key, *(one["key"] for one in run["inputs"].values())}))
+        with keep_alive(lease):
+            yield
+    finally:
+        lease.release()
+        store.delete_dir(f"training/replay/{name}")
+
+
+def _changed(run: dict[str, Any], overrides: list[str]) -> PpoSettings:
     """The run's settings with the overrides. Raises SettingsError for one that the rollouts depend on."""
     changed = apply_overrides({STAGE: run["settings"]}, overrides)
     others = sorted(changed.keys() - {STAGE})
@@ -131,6 +159,12 @@ def _changed(run: dict[str, Any], overrides: Iterable[str]) -> PpoSettings:
         raise SettingsError(f"set: {', '.join(others)} is no setting of a replay; give those of {STAGE}")
     before = parse_settings(PpoSettings, run["settings"], STAGE)
     after = parse_settings(PpoSettings, changed[STAGE], STAGE)
+    if any(one.partition("=")[0].strip() == _PRESET for one in overrides):
+        _check_preset(after.algorithm)
+    if before.ptx is not None and after.ptx is not None:
+        for path in _TOKENISED_WITH:
+            if _at(before, path) != _at(after, path):
+                raise SettingsError(f"{STAGE}.{path} is what the rows were tokenised with; run the stage to change it")
     for path in _DRAWN_WITH:
         if _at(before, path) != _at(after, path):
             raise SettingsError(f"{STAGE}.{path} is what the rollouts were drawn with; run the stage to change it")
@@ -148,6 +182,31 @@ def _changed(run: dict[str, Any], overrides: Iterable[str]) -> PpoSettings:
             raise SettingsError(f"{STAGE}: these settings need {what}, which the run did not have; run the stage")
     check_combination(after)
     return after
+
+
+def _check_preset(algorithm: AlgorithmSettings) -> None:
+    """Refuses a preset whose values the settings do not have: it fills what is not given, and a run gives all."""
+    wanted = parse_settings(AlgorithmSettings, {"preset": algorithm.preset}, f"{STAGE}.algorithm")
+    have, want = (dict(_fields(one.model_dump(mode="json"))) for one in (algorithm, wanted))
+    others = [name for name in want if want[name] != have[name]]
+    if others:
+        # Dynamic sampling draws otherwise: no replay can set it.
+        values = [
+            f"{STAGE}.algorithm.{name}={json.dumps(want[name])}"
+            for name in others
+            if not name.startswith("dynamic_sampling.")
+        ]
+        instead = f" and set {', '.join(values)} instead" if values else ""
+        raise SettingsError(f"{_PRESET} fills what is not given, and the run has every field; leave it out{instead}")
+
+
+def _fields(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _at(settings: Any, path: str) -> Any:
@@ -171,7 +230,34 @@ def _check_steps(dump: RolloutDump, steps: int, settings: PpoSettings) -> None:
     if missing or not steps:
         raise StoreError(
             f"the run {dump.key[:12]} has kept the rollouts of {len(have)} steps, and step {(missing or [1])[0]} is "
-            f"not among them; give --steps a number up to the first that is missing"
+            f"not among them; give --steps a number below the first that is missing. A run that was resumed with "
+            f"{STAGE}.dump_rollouts=true has only later ones: start one of another {STAGE}.seed with it"
         )
     if steps > settings.steps:
         raise SettingsError(f"{STAGE}.steps is {settings.steps}, and {steps} rollouts are to be trained on; raise it")
+
+
+def _check_tokens(store: Store, tokens: dict[str, str]) -> None:
+    for split, key in tokens.items():
+        if not store.exists(f"cache/tokens/{key}/COMPLETE.json"):
+            raise StoreError(
+                f"store {store.url} has lost the rows of {split} as tokens, cache/tokens/{key}, which the run trained "
+                f"beside; replay without them, by --set {STAGE}.ptx=null"
+            )
+
+
+def _check_rewards(dump: RolloutDump, steps: int, before: PpoSettings, after: PpoSettings) -> None:
+    """Refuses weight for a source that failed where it had none: the run dropped no group for that, and the mix would
+    take what is missing for 0."""
+    weights = before.reward.weights
+    raised = [name for name, weight in after.reward.weights.items() if weight and not weights[name]]
+    for step in range(1, steps + 1) if raised else ():
+        trajectories, _ = dump.read(step)
+        for name in raised:
+            failed = sum(name not in one.rewards for one in trajectories)
+            if failed:
+                raise SettingsError(
+                    f"{STAGE}.reward: {name} had weight 0 in the run and failed for {failed} of {len(trajectories)} "
+                    f"responses of step {step}, whose groups were kept; leave its weight at 0, or give --steps "
+                    "a number below that step"
+                )

@@ -49,8 +49,8 @@ class RolloutDump:
             return json.loads(self.store.read_bytes(f"{self._path}/{_RUN}"))
         except FileNotFoundError:
             raise StoreError(
-                f"store {self.store.url} has no dumped rollouts of {self.stage} {self.key[:12]}; run the stage with "
-                f"{self.stage}.dump_rollouts=true"
+                f"store {self.store.url} has no dumped rollouts of {self.stage} {self.key[:12]}; a new run keeps them, "
+                f"one of another {self.stage}.seed, with {self.stage}.dump_rollouts=true from its first step on"
             ) from None
 
     def steps(self) -> list[int]:
@@ -117,17 +117,15 @@ def unpacked(content: bytes) -> tuple[list[Trajectory], dict[str, float]]:
     if _digest(arrays) != header["sha256"]:
         raise ValueError("its arrays do not have the SHA-256 that its header names")
     parts = {name: np.split(arrays[name], np.cumsum(arrays[f"{of}_lengths"])[:-1]) for name, of in _PARTS.items()}
+    count = len(arrays["group"])
+    spans, inputs = _spans(arrays["spans"], count), _model_inputs(arrays, count)
     trajectories = [
         Trajectory(
             prompt_ids=parts["prompt_ids"][number],
             response_ids=parts["response_ids"][number],
             action_mask=parts["action_mask"][number],
             sampler_logprobs=parts["sampler_logprobs"][number],
-            version_spans=tuple(
-                VersionSpan(int(version), int(start), int(stop))
-                for at, version, start, stop in arrays["spans"]
-                if at == number
-            ),
+            version_spans=tuple(spans[number]),
             group_id=int(arrays["group"][number]),
             prompt_id=int(arrays["row"][number]),
             sample_id=int(arrays["sample"][number]),
@@ -136,9 +134,9 @@ def unpacked(content: bytes) -> tuple[list[Trajectory], dict[str, float]]:
             scores=_row(arrays["scores"][number], header["sources"]["scores"]),
             step_scores=tuple(parts["step_scores"][number].tolist()),
             step_ends=tuple(parts["step_ends"][number].tolist()),
-            model_inputs=_model_inputs(arrays, number),
+            model_inputs=inputs[number],
         )
-        for number in range(len(arrays["group"]))
+        for number in range(count)
     ]
     return trajectories, header["metrics"]
 
@@ -193,9 +191,22 @@ def _row(values: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     return {name: value for name, value in zip(names, values.tolist(), strict=True) if not np.isnan(value)}
 
 
-def _model_inputs(arrays: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    start = f"{_MODEL_INPUT}{number}/"
-    return {name.removeprefix(start): value for name, value in arrays.items() if name.startswith(start)}
+def _spans(table: np.ndarray, count: int) -> list[list[VersionSpan]]:
+    """The (S, 4) spans of each of `count` trajectories, in one pass: a rollout has thousands of both."""
+    spans: list[list[VersionSpan]] = [[] for _ in range(count)]
+    for at, version, start, stop in table.tolist():
+        spans[at].append(VersionSpan(version, start, stop))
+    return spans
+
+
+def _model_inputs(arrays: Mapping[str, np.ndarray], count: int) -> list[dict[str, np.ndarray]]:
+    """Those of each of `count` trajectories, in one pass."""
+    inputs: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
+    for path, value in arrays.items():
+        if path.startswith(_MODEL_INPUT):
+            number, _, name = path.removeprefix(_MODEL_INPUT).partition("/")
+            inputs[int(number)][name] = value
+    return inputs
 
 
 def _integers(values: Sequence[Any]) -> np.ndarray:

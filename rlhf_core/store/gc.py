@@ -1,7 +1,8 @@
 """What can go from a store: what nothing refers to, and has been so for longer than a limit.
 
 Kept are: whatever is younger than the limit; what is pinned; what a promotion names; what a pipeline planned within the
-limit (`note_use`); what a live lease's run reads or makes; and, of all that is kept, the inputs, and theirs.
+limit (`note_use`); what a live lease's run reads or makes; and, of all that is kept, the inputs, and theirs. A token
+cache is kept as long as rollouts that were dumped beside it, for a replay.
 """
 
 import json
@@ -18,7 +19,14 @@ from rlhf_core.store.manifest import Manifest
 from rlhf_core.store.store import Store
 
 Kind = Literal[
-    "artifact", "unfinished attempt", "training checkpoint", "training", "lease", "token cache", "note of use"
+    "artifact",
+    "unfinished attempt",
+    "training checkpoint",
+    "kept drawings",
+    "training",
+    "lease",
+    "token cache",
+    "note of use",
 ]
 Clock = Callable[[], float]
 
@@ -68,7 +76,9 @@ def find_garbage(
         if key not in live:
             garbage += _of_training(store, stage, key, key in manifests, key in kept | used, limit)
     if not running.any:
-        garbage += _of_directories(store, "cache/tokens", "token cache", limit)
+        taken = {one.key for one in garbage if one.kind == "training"}
+        needed = _tokens_of_dumps(store, [(stage, key) for stage, key in trees.training_keys if key not in taken])
+        garbage += _of_directories(store, "cache/tokens", "token cache", limit, needed)
     garbage += [
         Garbage("note of use", f"runs/{info.path}", info.size, info.modified, "", "of a run that is over")
         for info in store.file_infos("runs")
@@ -208,8 +218,8 @@ def _of_artifact(
 
 
 def _of_training(store: Store, stage: str, key: str, published: bool, kept: bool, limit: float) -> Iterator[Garbage]:
-    """Of a key without a live lease: training checkpoints of an artifact that is kept, and leases; all of it where
-    there is no artifact, or none that is kept. Logs and dumped rollouts stay as long as their artifact."""
+    """Of a key without a live lease: training checkpoints and drawings of an artifact that is kept, and leases; all of
+    it where there is no artifact, or none that is kept. Logs and dumped rollouts stay as long as their artifact."""
     top = f"training/{stage}/{key}"
     files = store.file_infos(top)
     if not kept:
@@ -221,16 +231,32 @@ def _of_training(store: Store, stage: str, key: str, published: bool, kept: bool
     for info in files:
         groups.setdefault(info.path.partition("/")[0], []).append(info)
     for name, own in groups.items():
-        if published and name.startswith("step-") and _newest(own) <= limit:
-            why = "its artifact is published"
-            yield Garbage("training checkpoint", f"{top}/{name}", _size(own), _newest(own), key, why)
+        kind: Kind = "kept drawings" if name == "samples" else "training checkpoint"
+        if published and (name == "samples" or name.startswith("step-")) and _newest(own) <= limit:
+            yield Garbage(kind, f"{top}/{name}", _size(own), _newest(own), key, "its artifact is published")
     for info in groups.get("lease", []):
         if info.modified <= limit:
             yield Garbage("lease", f"{top}/{info.path}", info.size, info.modified, key, "released or expired")
 
 
-def _of_directories(store: Store, top: str, kind: Kind, limit: float) -> Iterator[Garbage]:
+def _tokens_of_dumps(store: Store, training_keys: list[tuple[str, str]]) -> set[str]:
+    """Keys of the token caches that dumped rollouts were trained beside (rlhf_core/rollout/dump.py)."""
+    needed: set[str] = set()
+    for stage, key in training_keys:
+        path = f"training/{stage}/{key}/rollouts/run.json"
+        try:
+            needed |= set(_strings(json.loads(store.read_bytes(path)).get("tokens", {})))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise StoreError(f"{path} in store {store.url!r} is not JSON ({error}); repair or remove it") from None
+    return needed
+
+
+def _of_directories(store: Store, top: str, kind: Kind, limit: float, needed: Set[str]) -> Iterator[Garbage]:
     for name in store.list_names(top):
+        if name in needed:
+            continue
         files = store.file_infos(f"{top}/{name}")
         if files and _newest(files) <= limit:
             yield Garbage(kind, f"{top}/{name}", _size(files), _newest(files), "", "made again when it is wanted")

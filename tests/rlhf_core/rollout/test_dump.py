@@ -69,7 +69,7 @@ def test_the_same_rollout_gives_the_same_bytes():
 
 def test_a_dump_knows_its_run_and_its_steps(tmp_path):
     dump = RolloutDump(Store(str(tmp_path)), "ppo", "k" * 64)
-    with pytest.raises(StoreError, match=r"has no dumped rollouts of ppo kkkkkkkkkkkk; run the stage with ppo\."):
+    with pytest.raises(StoreError, match=r"has no dumped rollouts of ppo kkkkkkkkkkkk; a new run keeps them, one of"):
         dump.run()
     dump.start({"settings": {"steps": 2}})
     for step in (2, 10):
@@ -79,6 +79,13 @@ def test_a_dump_knows_its_run_and_its_steps(tmp_path):
     assert [len(dump.read(step)[0]) for step in dump.steps()] == [1, 3]
     with pytest.raises(StoreError, match="has no rollout of step 3 of ppo kkkkkkkkkkkk; it has 2, 10"):
         dump.read(3)
+
+
+def test_a_large_rollout_is_read_in_one_pass():
+    """Spans looked up for each response would be 4 million here."""
+    rows = [trajectory(number, 1, (VersionSpan(number, 0, 1),)) for number in range(2000)]
+    found, _ = unpacked(packed(1, rows, {}))
+    assert [one.version_spans for one in found] == [(VersionSpan(number, 0, 1),) for number in range(2000)]
 
 
 @pytest.mark.parametrize("at", [-1, 200, 9])

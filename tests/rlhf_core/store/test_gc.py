@@ -167,3 +167,24 @@ def test_what_a_run_takes_up_while_gc_deletes_stays(store: Store, taken_by: str)
         note_inputs(store, "ppo", "ab" * 32, [second.key])
     assert list(deleting) == []
     assert present(store, [first, second]) == [False, True]
+
+
+def test_the_tokens_of_dumped_rollouts_stay_as_long_as_they(store: Store):
+    made = artifact(store, 0, {}, 1)
+    store.write_bytes(f"training/sft/{made.key}/rollouts/run.json", b'{"tokens": {"ptx": "abc"}}')
+    store.write_bytes(f"training/sft/{'ab' * 32}/rollouts/run.json", b'{"tokens": {"ptx": "def"}}')
+    for name in ("abc", "def"):
+        store.write_bytes(f"cache/tokens/{name}/COMPLETE.json", b"{}")
+    for path in ("training", "cache"):
+        age(store, path, 31)
+    # The second run was never finished.
+    assert gone(store) == [("token cache", "cache/tokens/def"), ("training", f"training/sft/{'ab' * 32}")]
+
+
+def test_drawings_go_once_their_artifact_is_published(store: Store):
+    made, begun = artifact(store, 0, {}, 1), "ab" * 32
+    for key in (made.key, begun):
+        store.write_bytes(f"training/sft/{key}/samples/sampling-000000.npz", b"x")
+    assert gone(store) == []
+    age(store, f"training/sft/{made.key}", 31)
+    assert gone(store) == [("kept drawings", f"training/sft/{made.key}/samples")]
