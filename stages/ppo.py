@@ -186,7 +186,7 @@ def _dump(context: StageContext, job: Job) -> RolloutDump | None:
     return dump
 
 
-PPO = Stage(name="ppo", version=4, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
+PPO = Stage(name="ppo", version=5, module="stages.ppo", settings=PpoSettings, pool="gpu", run=ppo)
 
 if __name__ == "__main__":
     from stages.runner import main

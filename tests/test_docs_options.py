@@ -134,7 +134,8 @@ ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node cr
 critic.num_gpus_per_node train.colocate_actor_ref train.colocate_critic_reward vllm.sync_backend vllm.sync_with_ray
 rollout.vllm_generate_batch_size reward.normalize_enable actor.muon.ns_steps actor.muon.nesterov
 actor.muon.no_nesterov critic.save_value_network critic.muon.ns_steps critic.muon.nesterov critic.muon.no_nesterov
-ds.use_universal_ckpt ds.load_in_4bit ds.value_head_prefix data.dataloader_num_workers ckpt.load_enable
+ds.use_universal_ckpt ds.load_in_4bit ds.lora.dropout ds.value_head_prefix data.dataloader_num_workers
+ckpt.load_enable
 """
 
 

@@ -182,6 +182,8 @@ def _critic_start(arguments: Arguments) -> None:
 
 def _adapters(arguments: Arguments) -> Values | None:
     lora = adapters(arguments)
+    if lora is not None and lora.pop("dropout"):
+        arguments.note("ds.lora.dropout", "none in RL: ratios of log-probs before and after an update would be noise")
     if lora is not None and lora.pop("load_in_4bit"):
         arguments.note(
             "ds.load_in_4bit", "for the supervised stages; the sampler is given whole weights after each step"

@@ -222,6 +222,11 @@ class PpoSettings(Settings):
                     f"{name}.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each "
                     "step; set it to false"
                 )
+            if lora.dropout:
+                raise ValueError(
+                    f"{name}.dropout {lora.dropout:g}: RL compares log-probs before and after an update, and dropout "
+                    "would make their ratios noise; set it to 0"
+                )
             if tensor > 1:
                 raise ValueError(
                     f"{name} with trainer.tensor_parallel {tensor}: DeepSpeed would divide adapters as well; use "

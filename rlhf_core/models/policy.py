@@ -127,7 +127,9 @@ def check_head(model: CausalModel) -> None:
     hidden: Any = torch.randn(1, 3, head.in_features, generator=generator).to(head.weight)
     ids = torch.zeros(1, 3, dtype=torch.long, device=head.weight.device)
     # An attribute of the instance hides the method of the class until it is deleted.
-    backbone.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    made: Any = MoeModelOutputWithPast(last_hidden_state=hidden)
+    made.cross_attentions = None  # which GPT-2 reads
+    backbone.forward = lambda *_, **__: made
     try:
         logits = lm(input_ids=ids, use_cache=False).logits.float()
     finally:

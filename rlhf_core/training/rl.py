@@ -63,7 +63,8 @@ class RlTrainer(TrainerRank):
         """Loads what the settings need of: policy, and reference, from the input artifact `policy`; the critic from it
         or from `reward`; the reward model `reward` and the process reward model `process`."""
         job, settings = self.job, self.settings
-        torch.manual_seed(settings.seed + self.rank)
+        # Peers that share samples draw the same numbers.
+        torch.manual_seed(settings.seed + self.mesh.data_rank)
         policy_dir = job.input_path("policy") / "model"
         self.tokenizer = load_tokenizer(policy_dir)
         models = RlModels(settings, self.tokenizer.pad_token_id)

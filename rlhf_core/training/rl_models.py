@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_core.config.rl import PpoSettings
+from rlhf_core.models.dropout import turn_dropout_off
 from rlhf_core.models.lora import add_lora
 from rlhf_core.models.policy import Policy, check_head, load_policy
 from rlhf_core.models.process_scorer import ProcessScorer, load_process_scorer
@@ -80,6 +81,7 @@ class RlModels:
     def _policy(self, directory: Path) -> Policy:
         settings = self.settings
         policy = load_policy(str(directory), **self._loading)
+        turn_dropout_off(policy)
         with self._gathered(policy.head):
             check_head(policy)
         if settings.lora is not None:
@@ -90,6 +92,7 @@ class RlModels:
         """A head of zeros: values start at 0, whatever scale the reward model's scores have."""
         settings = self.settings
         scorer = self._scorer(directory)
+        turn_dropout_off(scorer)
         with self._gathered(scorer.head, modified=True), torch.no_grad():
             scorer.head.weight.zero_()
         if settings.critic is not None and settings.critic.lora is not None:

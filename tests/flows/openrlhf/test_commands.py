@@ -393,6 +393,17 @@ def test_adapters_of_policy_and_critic():
     assert ppo["aux_loss_coef"] == ppo["critic"]["aux_loss_coef"] == 0.01
 
 
+def test_adapters_have_no_dropout_in_rl():
+    script = """
+    openrlhf.cli.train_ppo_ray --pretrain a/b --prompt_data p.jsonl --remote_rm_url http://h:1/r --lora_rank 8
+      --lora_dropout 0.1
+    """
+    imported = import_command(from_script(script.replace("\n", " ")), 100)
+    assert imported.values["ppo"]["lora"] == imported.values["ppo"]["critic"]["lora"] == {"rank": 8}
+    (note,) = [note for note in imported.notes if "dropout" in note.flag]
+    assert "ratios of log-probs" in note.text
+
+
 def test_what_the_stage_would_refuse_is_said():
     script = """
     openrlhf.cli.train_sft --model.model_name_or_path a/b --data.dataset c/d --optim muon --ds.tensor_parallel_size 2

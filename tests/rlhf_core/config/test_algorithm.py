@@ -131,6 +131,15 @@ CRITIC = {"critic": {"optimizer": OPTIMIZER}}
             "algorithm.kl.refresh_steps 3 with trainer.tensor_parallel 2 and zero_stage 3: DeepSpeed divides the",
         ),
         (
+            {"lora": {"rank": 2, "dropout": 0.1}, **CRITIC},
+            "lora.dropout 0.1: RL compares log-probs before and after an update, and dropout would make their ratios "
+            "noise; set it to 0",
+        ),
+        (
+            {"critic": {"optimizer": {"lr": 1e-5}, "lora": {"rank": 2, "dropout": 0.1}}},
+            "critic.lora.dropout 0.1: RL compares log-probs",
+        ),
+        (
             {"lora": {"rank": 2, "load_in_4bit": True}, **CRITIC},
             "lora.load_in_4bit is for supervised stages: RL hands whole weights to its sampler after each step; set it",
         ),
