@@ -1,6 +1,7 @@
 """From a prompt's scored samples to rows, for every form of the stage sample but `steps`. Pure functions.
 
-Responses that were cut off make no row but a plain generation: training would give them an end that they never had.
+Responses that were cut off or say nothing make no row but a plain generation: training would give the former an end that
+they never had, and refuses the latter.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ class Made:
 
 def make_rows(settings: SampleSettings, prompt_id: int, samples: Sequence[Drawn]) -> Made:
     """What becomes of a prompt's samples; with no samples, of a prompt whose group was dropped."""
-    whole = [sample for sample in samples if not sample.truncated]
+    whole = [sample for sample in samples if not sample.truncated and sample.text.strip()]
     if settings.form == "generations":
         return Made([_generation(sample) for sample in samples], Counter())
     if settings.form == "best_of_n":

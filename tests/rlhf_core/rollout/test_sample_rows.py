@@ -71,12 +71,13 @@ def test_a_limit_of_pairs_is_drawn_by_the_seed() -> None:
     assert first.counts["pairs_over_limit"] == 3
 
 
-def test_what_was_cut_off_is_shown_and_makes_no_other_row() -> None:
-    samples = [drawn("a", 1.0), drawn("b", 5.0, truncated=True)]
+def test_what_was_cut_off_or_is_blank_is_shown_and_makes_no_other_row() -> None:
+    samples = [drawn("a", 1.0), drawn("b", 5.0, truncated=True), drawn(" ", 7.0), drawn("", -7.0)]
     assert make_rows(settings("best_of_n"), 0, samples).rows == [{"response": "a", "score": 1.0}]
     assert make_rows(settings("rejection"), 0, samples).rows == [{"response": "a", "score": 1.0}]
     assert make_rows(settings("pairs"), 0, samples).rows == []
     made = make_rows(settings("generations"), 0, samples)
+    assert len(made.rows) == 4
     assert made.rows[1] == {"response": "b", "score": 5.0, "rewards": {"exact": 5.0}, "tokens": 1, "truncated": True}
     assert made.counts == Counter()
 
