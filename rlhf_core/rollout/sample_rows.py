@@ -1,6 +1,6 @@
 """From a prompt's scored samples to rows, for every form of the stage sample but `steps`. Pure functions.
 
-Responses that were cut off or say nothing make no row but a plain generation: training would give the former an end that
+Responses that were cut off or are blank make no row but a plain generation: training would give the former an end that
 they never had, and refuses the latter.
 """
 
