@@ -158,8 +158,9 @@ def test_step_labels_are_what_completions_reach(stage: Stage) -> None:
     assert all(
         len(row["steps"]) == len(row["labels"]) and not any("3" in step for step in row["steps"]) for row in rows
     )
-    assert {label for row in rows for label in row["labels"][:-1]} <= {0.0, 0.25, 0.5, 0.75, 1.0}
-    assert {row["labels"][-1] for row in rows} == {0.0, 1.0}
+    # Quarters; whole numbers at the end of a finished solution, which is as right as the solution.
+    assert {label for row in rows for label in row["labels"]} <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert {row["labels"][-1] for row in rows} >= {0.0, 1.0}
     assert metrics["steps"] >= sum(len(row["steps"]) for row in rows)  # type: ignore[operator]
     # Both phases are kept for a restart: 30 prompts of 8 samples in parts of 8 x 32 requests.
     kept = stage.store.list_names(f"training/sample/{manifest.key}/samples")
