@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "stages"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("stages", "support")]
 from cases import BENCH, Cases, write_measurement
 from kill_trials import (  # pyright: ignore[reportMissingImports]
     RL,

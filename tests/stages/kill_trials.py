@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from logged_metrics import without_times
+
 from flows.processes import become_subreaper, descendants, end_descendants, identify, send_signal
 from rlhf_core.cluster.leftovers import ATTEMPT, attempt_name, remove_leftovers
 from rlhf_core.config.base import parse_settings
@@ -38,7 +40,6 @@ STAGES = SUPERVISED
 RL = ("ppo", "grpo")  # both of stage ppo
 STEPS, RL_STEPS, SAVE_STEPS = 8, 5, 2
 LEASE_TTL_S = 5.0  # the shortest: a driver that was killed keeps its lease for so long
-TIMES = ("seconds/", "tokens_per_s/", "memory/")  # metrics that no two runs share
 LIMIT_S = 300.0  # far above what any wait here takes
 
 # What a stage needs beside what it has in common with the others.
@@ -228,7 +229,7 @@ class StageRun:
     def metrics(self, manifest: Manifest) -> list[dict[str, Any]]:
         """All but those of time."""
         records = self.lines(manifest, "metrics.jsonl")
-        return [{name: value for name, value in one.items() if not name.startswith(TIMES)} for one in records]
+        return [without_times(one) for one in records]
 
     def lines(self, manifest: Manifest, file: str) -> list[dict[str, Any]]:
         """Of a JSONL file of the artifact."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged_metrics import check_logged
+from logged_metrics import check_logged, without_times
 
 from rlhf_core.config.pipeline import load_pipeline
 from rlhf_core.store.artifacts import fetch, read_manifest
@@ -77,12 +77,6 @@ def run(planned: PlannedStage, plan: dict[str, PlannedStage], store: Store, sett
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert not list((folder / "scratch" / planned.node).glob("sandbox-*"))
     return done
-
-
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in record.items() if not name.startswith(("seconds/", "tokens_per_s/", "memory/"))
-    }
 
 
 def replay(key: str, folder: Path, out: str, *options: str) -> Any:

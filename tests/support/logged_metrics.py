@@ -27,6 +27,12 @@ IN_RUNS_WITH: dict[str, Callable[[PpoSettings], bool]] = {
     "samples": lambda s: s.evaluation.samples_per_prompt > 0,
 }
 AT_TIMES = ("failures", "extras", "GPU")
+CLOCKED = ("seconds/", "tokens_per_s/", "memory/")
+
+
+def without_times(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of metrics.jsonl without what no two runs share."""
+    return {name: value for name, value in record.items() if not name.startswith(CLOCKED)}
 
 
 def documented(phase: str) -> list[tuple[str, str]]:
