@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("stages", "support")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "stages"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from cases import BENCH, Cases, write_measurement
 from kill_trials import (  # pyright: ignore[reportMissingImports]
     RL,
