@@ -77,11 +77,14 @@ def write_plots(files: Path, report: dict[str, Any], scores: "Scores") -> None:
 def summary(report: dict[str, Any]) -> str:
     """What the UI shows of a report."""
     metrics, lengths = report["metrics"], report["characters"]
+    rewards = "no sample has a reward"
+    if "reward" in metrics:
+        best = f"of the best of each prompt **{metrics['reward/best']:.3f}**"
+        rewards = f"mean reward **{metrics['reward']:.3f}**, {best}"
     lines = [
         f"**{report['form']}**: {report['rows']} rows, {report['eval_rows']} held out, of {metrics['samples']} samples "
-        f"of {metrics['prompts']} prompts; mean reward **{metrics['reward']:.3f}**, of the best of each prompt "
-        f"**{metrics['reward/best']:.3f}**; {lengths['min']} / {lengths['median']:.10g} / {lengths['max']} characters "
-        "(min / median / max)",
+        f"of {metrics['prompts']} prompts; {rewards}; {lengths['min']} / {lengths['median']:.10g} / {lengths['max']} "
+        "characters (min / median / max)",
         "",
         "| | |",
         "|---|---|",

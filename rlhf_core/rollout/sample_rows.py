@@ -4,6 +4,7 @@ Responses that were cut off or are blank make no row but a plain generation: tra
 they never had, and refuses the latter.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def best_of_n(samples: Sequence[Drawn]) -> list[Drawn]:
 def rejection(samples: Sequence[Drawn], form: RejectionForm) -> Made:
     """Every different text whose score is at least the threshold, best first, at most max_per_prompt."""
     different = distinct(samples)
-    good = [sample for sample in different if sample.score >= form.threshold]
+    good = [sample for sample in different if reaches(sample.score, form.threshold)]
     kept = sorted(good, key=lambda sample: -sample.score)[: form.max_per_prompt]
     counts = {
         "samples_duplicate": len(samples) - len(different),
@@ -63,6 +64,11 @@ def rejection(samples: Sequence[Drawn], form: RejectionForm) -> Made:
         "samples_over_limit": len(good) - len(kept),
     }
     return Made([_answer(sample) for sample in kept], Counter(counts))
+
+
+def reaches(reward: float, least: float) -> bool:
+    """Whether a weighted sum is at least `least`, but for rounding: 0.6 + 0.3 + 0.1 is a whole point."""
+    return reward >= least or math.isclose(reward, least, rel_tol=1e-9)
 
 
 def preference_pairs(samples: Sequence[Drawn], form: PairForm, seed: Sequence[int]) -> Made:

@@ -16,6 +16,7 @@ from rlhf_core.config.sampling import StepForm
 from rlhf_core.data.placeholders import split_steps, step_ends
 from rlhf_core.data.rows import Row
 from rlhf_core.rollout.sample import SampleRequest, sample_seed
+from rlhf_core.rollout.sample_rows import reaches
 from rlhf_core.rollout.step_scores import answer_ids
 
 
@@ -36,7 +37,7 @@ def solution_of(tokenizer: Any, response_ids: np.ndarray, separator: str, *, tru
     ids = answer_ids(response_ids, tokenizer).tolist()
     text = _text(tokenizer, ids)
     steps = split_steps(text, separator)
-    if truncated and steps and not text.endswith(separator):
+    if truncated and text.rpartition(separator)[2].strip():  # a blank tail is no step
         steps.pop()
     to_complete = steps if truncated else steps[:-1]
     plain = step_ends(tokenizer, ids, to_complete)
@@ -154,7 +155,7 @@ def monte_carlo_label(rewards: Sequence[float | None], form: StepForm) -> bool |
     """
     if not rewards or any(reward is None for reward in rewards):
         return None
-    right = [reward is not None and reward >= form.right_at for reward in rewards]
+    right = [reward is not None and reaches(reward, form.right_at) for reward in rewards]
     return any(right) if form.labels == "hard" else sum(right) / len(right)
 
 

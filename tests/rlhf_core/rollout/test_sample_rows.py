@@ -37,6 +37,13 @@ def test_rejection_keeps_what_is_good_enough_once_and_the_best_first() -> None:
     assert made.counts == {"samples_duplicate": 1, "samples_below_threshold": 1, "samples_over_limit": 1}
 
 
+def test_a_sum_of_weights_reaches_the_threshold_of_a_whole_point() -> None:
+    whole = 0.6 + 0.3 + 0.1
+    assert whole < 1
+    assert len(rejection([drawn("a", whole)], RejectionForm(threshold=1.0)).rows) == 1
+    assert rejection([drawn("a", 0.999)], RejectionForm(threshold=1.0)).rows == []
+
+
 def test_the_best_against_the_worst() -> None:
     made = preference_pairs(FOUR, PairForm(), [0])
     assert made.rows == [{"chosen": "b", "rejected": "d", "margin": 3.0}]

@@ -53,6 +53,7 @@ def planned(*responses: tuple[str, bool], prompts: list[str] | None = None, room
         ("1+2=3,3+", True, ["1+2=3"], ["1+2=3,"]),
         ("1+2=3,", True, ["1+2=3"], ["1+2=3,"]),
         ("1+2", True, [], []),
+        ("1+2=3, ", True, ["1+2=3"], ["1+2=3,"]),
     ],
 )
 def test_a_solution_is_cut_behind_each_separator(
@@ -134,6 +135,9 @@ def test_hard_is_any_and_soft_is_the_share(rewards: list[float | None], hard: bo
 def test_what_is_right_is_a_threshold() -> None:
     form = StepForm(labels="soft", right_at=0.5)
     assert monte_carlo_label([0.4, 0.5, 0.9], form) == 2 / 3
+    whole = 0.6 + 0.3 + 0.1
+    assert whole < 1
+    assert monte_carlo_label([whole], StepForm(labels="hard")) is True
 
 
 def test_labels_of_whole_solutions() -> None:
